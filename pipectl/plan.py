@@ -229,7 +229,7 @@ class Stage:
 
     @cached_property
     def running(self) -> StageCost:
-        """Cost of the stage as it runs, by segments if it has any; without the time of RECOMPUTE."""
+        """Cost of the stage as it runs, by segments if it has any, without time of RECOMPUTE."""
         return self.cost if self.segments is None else self.segments.running(self.cost)
 
     @property

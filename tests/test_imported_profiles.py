@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pipectl.errors import DataFileError
-from pipectl.planner.graph.imported import pipedream_pruned, prepared
+from pipectl.planner.graph.imported import pipedream_pruned, pruned_if_pipedream
 from pipectl.profile import Profile
 
 
@@ -72,4 +72,4 @@ def test_pipedream_rule_drops_inputs_then_sinks():
     pruned = pipedream_pruned(profile)
     assert [operator.id for operator in pruned.operators] == ["Conv", second, "Linear"]
     assert pruned.edges == (("Conv", second), (second, "Linear"))
-    assert prepared(profile) == profile
+    assert pruned_if_pipedream(profile) == profile

@@ -25,7 +25,7 @@ from pipectl.planner.explain.bottleneck import (
 )
 from pipectl.planner.explain.data_parallel import WithoutPipeline, without_pipeline
 from pipectl.planner.explain.explain import Explanation, explain
-from pipectl.planner.graph.imported import folded, prepared
+from pipectl.planner.graph.imported import folded, pruned_if_pipedream
 from pipectl.planner.search import search_plans
 from pipectl.profile import Profile
 from pipectl.simulate import Simulation, simulate
@@ -134,7 +134,8 @@ class StepAnswer:
     """The plan with the shortest step, how it spends its time, and alternatives.
 
     Args:
-        simulation: simulation of the plan.
+        simulation: of the plan, for its timeline; its peaks are those of the stages alone, without
+            the process (``plan.prediction`` has those of ranks).
         parts: how the busiest rank spends a step.
         link: the busiest link; None if there are no messages.
         stopped: what ended the search early; empty if nothing did.
@@ -293,7 +294,7 @@ def plan_balance(
     from pipectl.planner.balance.balance import balance
     from pipectl.planner.balance.load_model import BalanceRequest
 
-    profile, cluster = prepared(inputs.profile), inputs.cluster
+    profile, cluster = pruned_if_pipedream(inputs.profile), inputs.cluster
     limits = (
         cluster.memory_of(rank, inputs.request.memory_limit_bytes) for rank in range(cluster.ranks)
     )

@@ -32,7 +32,7 @@ from pipectl.jobs.output import (
 from pipectl.jobs.warnings import warnings_of
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.planner.graph.imported import folded, prepared
+from pipectl.planner.graph.imported import folded, pruned_if_pipedream
 from pipectl.planner.job_request import request_of_job
 from pipectl.planner.request import Planner
 from pipectl.profile import Profile
@@ -54,7 +54,9 @@ training: {{steps: 1, batch_size: 1000000000}}
 pipeline: {{recompute: none, offload: none}}
 resources: {{nodes: {ranks}, gpus_per_node: 1}}
 """
-"""Spec for a profile without a job; the batch size is chosen later."""
+"""Spec for a profile without a job: every device is a node of one rank, with memory of the host to
+offload to (``gpus_per_node``). What it says of the batch, the name and the memory is replaced by
+what the user or the profile says."""
 _TOTALS = "total memory of nodes (memory_bytes) counts for --objective max-stage-load only"
 
 
@@ -102,7 +104,7 @@ class PlanInputs:
 
     def fold(self) -> PlanInputs:
         """The inputs as the search for the shortest step needs them; see :func:`folded`."""
-        profile = folded(prepared(self.profile))
+        profile = folded(pruned_if_pipedream(self.profile))
         if any(operator.memory_bytes for operator in profile.operators):
             profile = replace(profile, assumptions=(*profile.assumptions, _TOTALS))
         return replace(self, profile=profile)

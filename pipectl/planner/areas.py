@@ -9,13 +9,13 @@ from heapq import nlargest
 from itertools import zip_longest
 
 from pipectl.planner.bounds import area_bound_s, longest_path_s, work_bound_s
+from pipectl.planner.choices import NamedOrder, micro_batch_sizes, sizes_of_stages
 from pipectl.planner.costs.devices import Mix, every_placement, one_each, ranks_of_uses
 from pipectl.planner.graph.downsets import CutSpace, Enumeration
 from pipectl.planner.partition.cutter import Cut, Cutter, cut_request, fewest_of_table, layouts_of
 from pipectl.planner.partition.layout import Layout, device_orders
 from pipectl.planner.partition.replicated import ReplicaCutter
 from pipectl.planner.problem import Problem
-from pipectl.planner.request import Order, micro_batch_sizes, sizes_of_stages
 from pipectl.planner.simple import even_copies
 
 MAX_SIZES = 8
@@ -40,7 +40,7 @@ class Area:
     size: int
     micro_batches: int
     least_s: float
-    order: Order | None = None
+    order: NamedOrder | None = None
 
     @property
     def is_replicated(self) -> bool:

@@ -22,9 +22,9 @@ from operator import attrgetter
 from pipectl.cluster import Cluster
 from pipectl.lanes import TransferKind
 from pipectl.plan import Plan, Replication, Search, Stage
+from pipectl.planner.choices import micro_batch_sizes
 from pipectl.planner.graph.blocks import BlockGraph, bits
 from pipectl.planner.problem import Problem
-from pipectl.planner.request import micro_batch_sizes
 from pipectl.schedule.registry import is_unflushed
 
 PLANNER = "pipectl"

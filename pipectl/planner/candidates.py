@@ -9,9 +9,14 @@ from math import ceil, inf
 import numpy as np
 
 from pipectl.plan import Replication
+from pipectl.planner.choices import (
+    NamedOrder,
+    accepted,
+    open_orders,
+    takes,
+)
 from pipectl.planner.partition.layout import Choice, Layout
 from pipectl.planner.problem import Problem
-from pipectl.planner.request import Order, accepted, open_orders, takes
 
 OVERFULL = 1.5
 """Factor, plus the relative excess, of the estimates of candidates with replicas whose ranks exceed
@@ -77,7 +82,7 @@ class Candidates:
         problem: Problem,
         layouts: Sequence[Layout],
         size: int,
-        orders: Sequence[Order] | None = None,
+        orders: Sequence[NamedOrder] | None = None,
         *,
         with_replicas: bool = False,
         only_fitting: bool = False,
@@ -85,7 +90,7 @@ class Candidates:
         self._micro_batches = problem.micro_batches(size)
         self._layouts = list(dict.fromkeys(layouts))
         self._size = size
-        self._orders: list[Order] = []
+        self._orders: list[NamedOrder] = []
         self.taken: list[Candidate] = []
         self.some_left_out = False
         by_stages: dict[int, list[int]] = {}

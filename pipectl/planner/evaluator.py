@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
 
@@ -13,7 +13,7 @@ from pipectl.planner.costs.footprint import baseline_bytes
 from pipectl.planner.partition.layout import Choice, Layout
 from pipectl.planner.plans import plan_of
 from pipectl.planner.problem import Problem
-from pipectl.planner.request import PlanRequest
+from pipectl.planner.request import Expired, PlanRequest
 from pipectl.profile import Profile
 from pipectl.schedule import default_warm_up
 from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
@@ -74,7 +74,7 @@ class Evaluator:
     def __init__(
         self,
         problem: Problem,
-        expired: Callable[[], bool] = lambda: False,
+        expired: Expired = lambda: False,
         *,
         max_actions: int = MAX_ACTIONS,
     ) -> None:
@@ -98,8 +98,9 @@ class Evaluator:
         self._max_actions += max_actions
 
     def run(self, plan: Plan) -> Plan:
-        """Simulate a plan, settled; returns it with its prediction."""
-        plan = self.problem.settled(plan)
+        """Simulate a plan, in which stages recompute if they need it; returns it with its
+        prediction."""
+        plan = self.problem.with_needed_recompute(plan)
         self._actions += 2 * plan.micro_batches * sum(stage.replicas for stage in plan.stages)
         self.sizes.add(plan.micro_batch_size)
         return predicted(plan, self.problem.cluster, self.problem.profile)

@@ -23,7 +23,7 @@ replicas move again, while that makes its simulated step shorter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
 from math import inf
@@ -33,6 +33,7 @@ from pipectl.plan import Plan
 from pipectl.planner.areas import Area, Areas
 from pipectl.planner.bounds import with_findings, work_bound_s
 from pipectl.planner.candidates import Candidate, Candidates, ways_to_share
+from pipectl.planner.choices import micro_batch_sizes, stage_counts
 from pipectl.planner.graph.downsets import CutSpace
 from pipectl.planner.improve import MAX_MOVE_WORK, MAX_REPLICA_MOVE_WORK, Improver
 from pipectl.planner.infeasible import infeasible, least_demanding
@@ -41,7 +42,7 @@ from pipectl.planner.partition.cutter import Cutter
 from pipectl.planner.partition.layout import Layout
 from pipectl.planner.partition.replicated import MAX_UNITS
 from pipectl.planner.problem import Problem
-from pipectl.planner.request import micro_batch_sizes, out_of_time, stage_counts
+from pipectl.planner.request import Expired, out_of_time
 from pipectl.planner.simple import even_choices
 
 NEAR = 1.25
@@ -69,7 +70,7 @@ class Explorer:
         problem: Problem,
         space: CutSpace,
         counts: Sequence[int],
-        expired: Callable[[], bool],
+        expired: Expired,
     ) -> None:
         self.problem = problem
         self.judge = Judge(problem)
@@ -245,14 +246,14 @@ class Explorer:
         self._judged_layouts.add((candidate.choice.size, candidate.layout))
         some_fit = False
         for each in ways_to_share(self.problem, candidate):
-            if not self.judge.is_exhausted():
+            if not self.judge.gives_up():
                 self.cutter.check()
                 outcome = self.judge.examine(each, change_modes=True)
                 some_fit |= outcome is Outcome.FITS
         return some_fit
 
 
-def explore(problem: Problem, expired: Callable[[], bool], alternatives: int) -> list[Plan]:
+def explore(problem: Problem, expired: Expired, alternatives: int) -> list[Plan]:
     """The best plan, and the next best of other shapes, with predictions.
 
     Args:

@@ -15,13 +15,13 @@ from itertools import count, islice
 
 from pipectl.planner.areas import Area, Areas
 from pipectl.planner.candidates import Candidate, Candidates
+from pipectl.planner.choices import open_orders
 from pipectl.planner.costs.devices import exchanges, one_each
 from pipectl.planner.judge import Judge
 from pipectl.planner.partition.cutter import layouts_of
 from pipectl.planner.partition.estimate import ROUNDING
 from pipectl.planner.partition.layout import FAR, FEW, Choice, Layout, neighbours, replica_moves
 from pipectl.planner.problem import Problem
-from pipectl.planner.request import open_orders
 
 MAX_MOVE_WORK, MAX_REPLICA_MOVE_WORK = 2_000_000, 5_000_000
 """Budgets of moves with one rank per stage and with replicas: the sum of operators, actions and
@@ -122,7 +122,7 @@ class Improver:
     def finish(self) -> None:
         """Move borders of the best plan while that makes its simulated step shorter."""
         best = self._judge.best()
-        if best is None or best.candidate is None or self._judge.is_exhausted():
+        if best is None or best.candidate is None or self._judge.gives_up():
             return
         if best.candidate.choice.is_replicated:
             return
@@ -133,7 +133,7 @@ class Improver:
             self._judge.judge_all(self._cut_for_size(area))
         else:
             self.polish(best.candidate)
-        while not self._judge.is_exhausted():
+        while not self._judge.gives_up():
             before = self._judge.best()
             assert before is not None
             candidate = before.candidate

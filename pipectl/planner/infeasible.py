@@ -8,6 +8,7 @@ from math import ceil
 
 from pipectl.errors import InfeasibleError
 from pipectl.plan import Plan
+from pipectl.planner.choices import micro_batch_sizes, open_orders, takes
 from pipectl.planner.costs.devices import mixes
 from pipectl.planner.evaluator import Evaluator
 from pipectl.planner.graph.downsets import CutSpace
@@ -16,7 +17,7 @@ from pipectl.planner.partition.cutter import Cutter, cut_request, layouts_of
 from pipectl.planner.partition.layout import Choice
 from pipectl.planner.plans import plan_of
 from pipectl.planner.problem import Problem
-from pipectl.planner.request import PlanRequest, micro_batch_sizes, open_orders, takes
+from pipectl.planner.request import PlanRequest
 from pipectl.schedule.one_f_one_b import GPIPE, ONE_F_ONE_B
 from pipectl.units import format_bytes, plural
 

@@ -24,7 +24,7 @@ from pipectl.planner.partition.estimate import ROUNDING
 from pipectl.planner.partition.layout import Choice
 from pipectl.planner.plans import plan_of
 from pipectl.planner.problem import Problem
-from pipectl.planner.request import OTHER_SCHEDULES
+from pipectl.planner.request import OTHER_SCHEDULES, Expired
 
 MAX_ACTIONS_OF_SEARCH = 200_000
 """Total of simulated forwards and backwards; keeps planning for many ranks within seconds."""
@@ -56,6 +56,14 @@ class Verdict:
 class Judge:
     """Collects the plans of one problem that fit.
 
+    Plans come in by one of these methods; the first three take candidates:
+
+        judge, judge_all      Explorer, Improver    those that may fit, and could be best or tie
+        examine               Explorer              all, even if they cannot be best
+        consider              searches of variants  plans that fit, in other modes if need be
+        consider_simulated    named_plan            the same, of plans that are simulated already
+        add                   VariantSearch         simulated plans that fit, as the request asks
+
     Args:
         expired: called repeatedly; once it returns true, no more plans are tried.
         offload: the allowed values of whether stages offload.
@@ -73,7 +81,7 @@ class Judge:
     def __init__(
         self,
         problem: Problem,
-        expired: Callable[[], bool] = lambda: False,
+        expired: Expired = lambda: False,
         *,
         offload: tuple[bool, ...] = (False,),
         accepts: Callable[[Plan], bool] = lambda _: True,
@@ -167,14 +175,14 @@ class Judge:
                     self.closest = tried
                 if gain > TIE and self._problem.fits(tried) and self._accepts(tried):
                     limit_s = min(limit_s, tried.predicted_step_s)
-        self.settle(simulated, gain)
+        self.consider_simulated(simulated, gain)
 
-    def settle(self, simulated: Iterable[Plan], gain: float = TIE) -> None:
+    def consider_simulated(self, simulated: Iterable[Plan], gain: float = TIE) -> None:
         """As :meth:`consider`, for plans with predictions."""
         for plan in sorted(simulated, key=_by_step):
             limit_s = self._limit_s(gain)
             fitting: Plan | None = plan if self._problem.fits(plan) else None
-            if plan.predicted_step_s < limit_s and not self.is_exhausted():
+            if plan.predicted_step_s < limit_s and not self.gives_up():
                 fitting = self._modes.within_memory(plan)
             if fitting is None:
                 continue
@@ -196,11 +204,12 @@ class Judge:
         return {candidate.family for candidate in candidates if candidate is not None}
 
     def is_beaten(self, estimate_s: float) -> bool:
-        """Whether a plan with this estimate cannot even tie, or simulations are exhausted."""
-        return estimate_s > self.fastest_s * (1 + TIE) or self.is_exhausted()
+        """Whether a plan with this estimate cannot even tie, or :meth:`gives_up`."""
+        return estimate_s > self.fastest_s * (1 + TIE) or self.gives_up()
 
-    def is_exhausted(self) -> bool:
-        """Whether enough were simulated, and some fit; what is left out then is given up."""
+    def gives_up(self) -> bool:
+        """Whether enough were simulated, and some fit: what comes next is left out, and
+        :attr:`finished` becomes false."""
         exhausted = bool(self._verdicts) and self.evaluator.is_exhausted
         self.finished &= not exhausted
         return exhausted

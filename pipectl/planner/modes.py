@@ -35,8 +35,8 @@ from typing import NamedTuple
 
 from pipectl.cluster import OffloadTarget
 from pipectl.plan import Plan, Stage
+from pipectl.planner.choices import allowed_values
 from pipectl.planner.evaluator import TIE, Evaluator
-from pipectl.planner.request import choices
 from pipectl.planner.segments import SegmentPlans
 from pipectl.schedule.combinations import APART, SEGMENTS, go_together
 
@@ -75,7 +75,7 @@ class ModeSearch:
     def __init__(self, evaluator: Evaluator, offload: Sequence[bool]) -> None:
         request = evaluator.problem.request
         combinations = product(
-            choices(request.recompute), choices(request.segments), sorted(offload)
+            allowed_values(request.recompute), allowed_values(request.segments), sorted(offload)
         )
         self._allowed = [
             Mode(recompute, offload, segments)
@@ -171,7 +171,9 @@ class ModeSearch:
             )
             for stage, mode, parts in zip(plan.stages, chosen, segments, strict=True)
         )
-        return self._problem.settled(replace(plan, stages=tuple(stages), prediction=None))
+        return self._problem.with_needed_recompute(
+            replace(plan, stages=tuple(stages), prediction=None)
+        )
 
     def _improved(self, best: Plan, fitting: Mapping[Mode, Sequence[bool]]) -> Plan:
         """Change the modes of single stages as long as that makes the step shorter.

@@ -7,7 +7,7 @@ rank leave free.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import ceil, inf
@@ -16,6 +16,12 @@ from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
 from pipectl.planner.bounds import with_findings, work_bound_s
+from pipectl.planner.choices import (
+    accepted,
+    allowed_values,
+    check_cuts,
+    stage_counts,
+)
 from pipectl.planner.costs.devices import one_each
 from pipectl.planner.evaluator import MAX_ACTIONS
 from pipectl.planner.graph.downsets import CutSpace
@@ -25,14 +31,7 @@ from pipectl.planner.partition.cutter import Cutter, cut_request, merged
 from pipectl.planner.partition.layout import Choice, Layout
 from pipectl.planner.plans import plan_of
 from pipectl.planner.problem import Problem
-from pipectl.planner.request import (
-    PlanRequest,
-    accepted,
-    check_cuts,
-    choices,
-    out_of_time,
-    stage_counts,
-)
+from pipectl.planner.request import Expired, PlanRequest, out_of_time
 from pipectl.planner.simple import even_partition
 from pipectl.schedule import SCHEDULES
 from pipectl.schedule.listed import Listed
@@ -43,7 +42,7 @@ MAX_CUTS_FOR_MEMORY = 4
 """How often the stages of a plan are cut again, each time by the memory of the last plan."""
 
 
-def named_plan(problem: Problem, expired: Callable[[], bool]) -> Plan:
+def named_plan(problem: Problem, expired: Expired) -> Plan:
     """The fastest plan found that fits into memory.
 
     Args:
@@ -58,7 +57,9 @@ def named_plan(problem: Problem, expired: Callable[[], bool]) -> Plan:
     """
     request = problem.request
     cutter = Cutter(problem, CutSpace.plain(problem.graph), expired)
-    judge = Judge(problem, expired, offload=choices(request.offload), max_actions=MAX_ACTIONS)
+    judge = Judge(
+        problem, expired, offload=allowed_values(request.offload), max_actions=MAX_ACTIONS
+    )
     for places, size in _pipelines(problem):
         judge.consider(_proposals(problem, cutter, places, size))
     closest = judge.closest
@@ -66,7 +67,7 @@ def named_plan(problem: Problem, expired: Callable[[], bool]) -> Plan:
     # Stages cut for memory keep what they save, or recompute all of it.
     may_cut = not (request.backward_apart or request.offload or request.segments)
     if may_cut and problem.excess_bytes(closest) > 0:
-        judge.settle(_cut_for_memory(closest, cutter, judge))
+        judge.consider_simulated(_cut_for_memory(closest, cutter, judge))
     if not judge.plans and expired():
         raise out_of_time()
     if not judge.plans:

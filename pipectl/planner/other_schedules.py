@@ -16,18 +16,13 @@ from math import ceil
 from pipectl.errors import OutOfTimeError
 from pipectl.plan import Plan
 from pipectl.planner.bounds import least_step_s
+from pipectl.planner.choices import NamedOrder, accepted, micro_batch_sizes
 from pipectl.planner.costs.devices import Mix, one_each
 from pipectl.planner.partition.cutter import Cutter, layouts_of
 from pipectl.planner.partition.layout import Choice, Layout, Ranks, ranks_with_backwards
 from pipectl.planner.plans import plan_of
 from pipectl.planner.problem import Problem
-from pipectl.planner.request import (
-    OTHER_SCHEDULES,
-    Order,
-    PlanRequest,
-    accepted,
-    micro_batch_sizes,
-)
+from pipectl.planner.request import OTHER_SCHEDULES, PlanRequest
 from pipectl.schedule import SCHEDULES, default_warm_up
 from pipectl.schedule.listed import Listed
 from pipectl.schedule.order import Placement, Schedule, Shape
@@ -39,7 +34,7 @@ MAX_ACTIONS_PER_STEP = 150_000
 if the schedule is open."""
 MAX_CUTS_FOR_EVERY_SIZE = 1000
 """If a graph has more cuts, stages of an open schedule are cut for one micro-batch size."""
-MAX_LAYOUTS = 8
+MAX_LAYOUTS_PER_SIZE = 8
 """Layouts to try per open schedule, number of stages and micro-batch size: those with the least
 bounds in the first order."""
 SEVERAL_STAGES_GAIN = 0.01
@@ -164,10 +159,12 @@ def _balanced_stages(
             count = problem.micro_batches(size)
             order = orders_of_schedule(schedule.name, stages, ranks, request, count)[0]
 
-            def least_s(layout: Layout, size: int = size, order: Order = order) -> float:
+            def least_s(layout: Layout, size: int = size, order: NamedOrder = order) -> float:
                 return least_step_s(plan_of(problem, Choice(layout, size, *order)), problem.cluster)
 
-            layouts += [(layout, size) for layout in sorted(tried, key=least_s)[:MAX_LAYOUTS]]
+            layouts += [
+                (layout, size) for layout in sorted(tried, key=least_s)[:MAX_LAYOUTS_PER_SIZE]
+            ]
     return layouts
 
 
@@ -185,12 +182,12 @@ def in_order(problem: Problem, layout: Layout, size: int, schedule: str | None) 
         yield replace(plan, actions=listed.text, assumptions=(*plan.assumptions, *said))
         return
     staleness, stages = SCHEDULES[schedule].staleness, len(layout.ranks)
-    elsewhere: Ranks = ()
+    backward_ranks: Ranks = ()
     apart = (staleness is not None and bool(request.backward_apart),) * stages
     if apart[0]:
         pairs = ranks_with_backwards(apart, problem.cluster)
         layout = layout._replace(ranks=tuple(pair[:1] for pair in pairs))
-        elsewhere = tuple(pair[1:] for pair in pairs)
+        backward_ranks = tuple(pair[1:] for pair in pairs)
     if staleness is None:
         ranks = len(set(layout.ranks))
         orders = orders_of_schedule(schedule, stages, ranks, request, count)
@@ -198,7 +195,7 @@ def in_order(problem: Problem, layout: Layout, size: int, schedule: str | None) 
         warm_up = default_warm_up(schedule, stages, count, apart=apart)
         orders = [(schedule, warm_up)]
     for order in orders:
-        plan = plan_of(problem, Choice(layout, size, *order, backward_ranks=elsewhere))
+        plan = plan_of(problem, Choice(layout, size, *order, backward_ranks=backward_ranks))
         if staleness is not None:
             words = f"schedule {schedule} is asynchronous: {staleness.words(order[1])}"
             plan = replace(plan, assumptions=(*plan.assumptions, words))
@@ -224,7 +221,7 @@ def orders_of_schedule(
     request: PlanRequest,
     micro_batches: int,
     replicas: tuple[int, ...] | None = None,
-) -> list[Order]:
+) -> list[NamedOrder]:
     """Orders to try with one of the schedules of this module.
 
     Args:

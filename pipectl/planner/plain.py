@@ -8,7 +8,7 @@ that are promising.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import ceil, inf
@@ -16,6 +16,7 @@ from math import ceil, inf
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan, Replication
 from pipectl.planner.bounds import copies_bound_s, with_findings, work_bound_s
+from pipectl.planner.choices import open_orders, takes
 from pipectl.planner.explorer import MAX_ACTIONS_OF_REPLICAS, explore
 from pipectl.planner.judge import Judge, best_first
 from pipectl.planner.named import named_plan
@@ -23,7 +24,7 @@ from pipectl.planner.other_schedules import orders_of_schedule
 from pipectl.planner.partition.layout import Choice, Layout
 from pipectl.planner.plans import plan_of
 from pipectl.planner.problem import Problem
-from pipectl.planner.request import OTHER_SCHEDULES, PlanRequest, open_orders, takes
+from pipectl.planner.request import OTHER_SCHEDULES, Expired, PlanRequest
 from pipectl.planner.simple import promising_copies
 from pipectl.units import plural
 
@@ -34,8 +35,6 @@ MIN_GAIN_OF_COPIES = 0.01
 SHARES_OF_MORE_BYTES = 1.0, 0.5, 0.25
 """If no copies fit, one copy is planned again with less memory by these shares of what they need
 more than it does alone: with more stages, it is less."""
-
-Expired = Callable[[], bool]
 
 
 def plain_plans(problem: Problem, expired: Expired, alternatives: int = MAX_STARTS) -> list[Plan]:

@@ -48,8 +48,8 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
         micro_batch_size=size,
         micro_batches=problem.micro_batches(size),
         stages=tuple(
-            Stage(nodes, ranks, cost, elsewhere, recompute=again)
-            for nodes, ranks, cost, elsewhere, again in stages
+            Stage(nodes, ranks, cost, backward_ranks, recompute=again)
+            for nodes, ranks, cost, backward_ranks, again in stages
         ),
         transfers=costs.transfers,
         node_of_rank=problem.cluster.node_of_rank,

@@ -138,7 +138,7 @@ class Problem:
         stages = zip(layout.partition, layout.ranks, strict=True)
         return not any(len(ranks) > 1 and blocks & self.unreplicated for blocks, ranks in stages)
 
-    def settled(self, plan: Plan) -> Plan:
+    def with_needed_recompute(self, plan: Plan) -> Plan:
         """The plan, in which stages recompute that otherwise could not run; if they may.
 
         A rank that has only backwards cannot know what code of a stage's own has done, unless it
@@ -156,10 +156,10 @@ class Problem:
         return replace(plan, stages=tuple(stages))
 
     def can_run(self, plan: Plan) -> bool:
-        """Whether the ranks of backwards can compute them; see :meth:`settled`."""
+        """Whether the ranks of backwards can compute them; see :meth:`with_needed_recompute`."""
         return all(
             stage.recompute or not stage.backward_ranks or self._own_code.isdisjoint(stage.nodes)
-            for stage in self.settled(plan).stages
+            for stage in self.with_needed_recompute(plan).stages
         )
 
     @cached_property

@@ -22,7 +22,7 @@ looked at by ``expired``, and nothing here tells what it does: progress is for t
 Searches differ in what they propose. The later ones start from the plans of the earlier:
 
     search_plans
-      named_plan     named        one of the other schedules, or a user's lists
+      named_plan     named        a user's lists, or a schedule whose steps overlap
       plain_plans    plain        1F1B and GPipe, in one of three ways:
         explore        explorer     one loop; if replicas are open, first with several ranks per
                                     stage, then with one
@@ -44,7 +44,6 @@ memory: a mode in :mod:`pipectl.planner.modes`. Another kind of parallelism: a d
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter
 
@@ -54,15 +53,13 @@ from pipectl.plan import Plan
 from pipectl.planner.named import named_plan
 from pipectl.planner.plain import plain_plans
 from pipectl.planner.problem import Problem
-from pipectl.planner.request import PlanRequest
+from pipectl.planner.request import Expired, PlanRequest
 from pipectl.planner.variants import varied_plans
 from pipectl.profile import Profile
 from pipectl.schedule import SCHEDULES
 
 MAX_ALTERNATIVES = 5
 """Number of plans besides the best."""
-
-Expired = Callable[[], bool]
 
 
 def make_plan(

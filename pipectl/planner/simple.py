@@ -14,19 +14,19 @@ from math import inf
 import numpy as np
 
 from pipectl.planner.candidates import Candidates
-from pipectl.planner.costs.devices import one_each
-from pipectl.planner.graph.blocks import bitset
-from pipectl.planner.graph.downsets import Partition
-from pipectl.planner.partition.layout import Choice, Layout, consecutive
-from pipectl.planner.partition.replicated import MAX_UNITS
-from pipectl.planner.problem import Problem
-from pipectl.planner.request import (
+from pipectl.planner.choices import (
     MICRO_BATCHES_PER_STAGE,
     micro_batch_sizes,
     numbers_of_copies,
     open_orders,
     sizes_of_stages,
 )
+from pipectl.planner.costs.devices import one_each
+from pipectl.planner.graph.blocks import bitset
+from pipectl.planner.graph.downsets import Partition
+from pipectl.planner.partition.layout import Choice, Layout, consecutive
+from pipectl.planner.partition.replicated import MAX_UNITS
+from pipectl.planner.problem import Problem
 
 MAX_SLOWER, MAX_PLANNED = 1.25, 3
 """Copies of a pipeline are planned if their even cuts are slower by at most this factor than the

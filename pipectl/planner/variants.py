@@ -8,7 +8,7 @@ that stay within memory, until no proposal can be better than the best plan.
 If an operator takes longer than its share, no cut balances the stages. If the forward and backward
 of a stage run on two ranks (PipeFB), the bottleneck is only the longer of the two, as long as the
 saved values of a micro-batch travel in no more time. The dynamic programme cuts stages for this
-(:meth:`pipectl.planner.partition.cutter.Cutter.with_backwards_elsewhere`); in plans cut without it,
+(:meth:`pipectl.planner.partition.cutter.Cutter.with_backwards_apart`); in plans cut without it,
 the largest stages use the free ranks.
 
 With offload, a device holds about two micro-batches of a stage, whatever its warm-up. So stages are
@@ -25,6 +25,13 @@ from pipectl.cluster import Cluster, OffloadTarget
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
 from pipectl.planner.bounds import with_findings, work_bound_s
+from pipectl.planner.choices import (
+    allowed_values,
+    micro_batch_sizes,
+    open_orders,
+    sizes_of_stages,
+    stage_counts,
+)
 from pipectl.planner.evaluator import MAX_ACTIONS, TIE
 from pipectl.planner.graph.downsets import CutSpace, Partition
 from pipectl.planner.infeasible import infeasible, least_demanding
@@ -38,23 +45,14 @@ from pipectl.planner.other_schedules import (
 )
 from pipectl.planner.partition.cutter import Cutter, cut_request, layouts_of, merged
 from pipectl.planner.partition.layout import Choice, Layout, Ranks, ranks_with_backwards
-from pipectl.planner.plain import Expired, copies_of, has_size_asked_for, one_copy, plain_plans
+from pipectl.planner.plain import copies_of, has_size_asked_for, one_copy, plain_plans
 from pipectl.planner.plans import plan_of
 from pipectl.planner.problem import Problem
-from pipectl.planner.request import (
-    OTHER_SCHEDULES,
-    PlanRequest,
-    choices,
-    micro_batch_sizes,
-    open_orders,
-    out_of_time,
-    sizes_of_stages,
-    stage_counts,
-)
+from pipectl.planner.request import OTHER_SCHEDULES, Expired, PlanRequest, out_of_time
 from pipectl.planner.simple import promising_copies
 from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
 
-MAX_RANKS = 64
+MAX_RANKS_OF_VARIANTS = 64
 """With more, only 1F1B and GPipe are tried, and no backwards on other ranks."""
 
 Key = tuple[object, ...]
@@ -97,7 +95,7 @@ class VariantSearch:
         self.judge = Judge(
             problem,
             expired,
-            offload=choices(self._request.offload),
+            offload=allowed_values(self._request.offload),
             accepts=self._is_as_asked,
             max_actions=MAX_ACTIONS,
         )
@@ -113,7 +111,9 @@ class VariantSearch:
         plain, reason = self._plain()
         if not request.segments:
             judge.add(plain)
-        if not self._expired() or (plain and not judge.plans and request.segments):
+        # With segments asked for, plain plans are only starts: some are tried even if time is up.
+        has_only_starts = bool(plain) and not judge.plans and bool(request.segments)
+        if not self._expired() or has_only_starts:
             self._try_all(plain)
         if not judge.plans and not self._expired() and isinstance(reason, InfeasibleError):
             self._try_least_demanding(reason)
@@ -122,7 +122,7 @@ class VariantSearch:
         return best_first(judge.plans)
 
     def _plain(self) -> tuple[list[Plan], Exception | None]:
-        """Plans without variants, or the error that says why there are none.
+        """Plans without variants, and none or the error that says why there are no such plans.
 
         If the best plan without memory limits fits, and no stage has to save memory, plans without
         limits are returned.
@@ -154,10 +154,10 @@ class VariantSearch:
         recomputes = request.recompute is None or request.segments is not False
         saves = offloads or (self._memory_is_short and recomputes)
         start = [*plain, *(self._unlimited if saves else [])]
-        one_replica = request.replicas in (None, 1) and self._cluster.ranks <= MAX_RANKS
+        one_replica = request.replicas in (None, 1) and self._cluster.ranks <= MAX_RANKS_OF_VARIANTS
         self._consider([*start, *(self._with_every_order(start) if saves else [])])
         if one_replica:
-            self._consider(filter(self._problem.can_run, self._elsewhere(start)))
+            self._consider(filter(self._problem.can_run, self._with_backwards_apart(start)))
             self._consider(self._other_schedules(start, splits_backward=False), SEVERAL_STAGES_GAIN)
             is_measured = self._problem.profile.split is not None
             gain = SPLIT_GAIN if is_measured else UNMEASURED_SPLIT_GAIN
@@ -170,7 +170,7 @@ class VariantSearch:
             self._offload_smaller_micro_batches()
 
     def _consider(self, proposed: Iterable[Plan], gain: float = TIE) -> None:
-        """Shortlist plans that are new and could be best, with further simulations allowed."""
+        """Let the judge consider plans that are new, with further simulations allowed."""
         self.judge.evaluator.extend(MAX_ACTIONS)
         self.judge.consider([plan for plan in proposed if self._is_new(plan)], gain)
 
@@ -195,7 +195,7 @@ class VariantSearch:
             InfeasibleError: this plan does not fit either; or ``reason``, if it is not memory.
         """
         problem, request = self._problem, self._request
-        offload = choices(request.offload)
+        offload = allowed_values(request.offload)
         more = True in offload or request.segments is not False
         searched = request.schedule not in OTHER_SCHEDULES and request.replicas in (None, 1)
         if not (problem.has_limits and more and searched) or request.backward_apart:
@@ -208,10 +208,10 @@ class VariantSearch:
 
     def _nothing(self) -> InfeasibleError:
         ranks = self._cluster.ranks
-        if self._request.backward_apart and ranks > MAX_RANKS:
+        if self._request.backward_apart and ranks > MAX_RANKS_OF_VARIANTS:
             return InfeasibleError(
                 f"no feasible plan: all backwards on other ranks are planned for at most "
-                f"{MAX_RANKS} ranks, not {ranks}",
+                f"{MAX_RANKS_OF_VARIANTS} ranks, not {ranks}",
                 hint="set pipeline.backward to together, or ask for fewer ranks",
             )
         asked, key = "all backwards on other ranks", "backward"
@@ -233,12 +233,12 @@ class VariantSearch:
         partition = self._problem.partition_of(stage.nodes for stage in plan.stages)
         return in_every_order(self._problem, partition, ranks, plan.micro_batch_size)
 
-    def _elsewhere(self, plans: Sequence[Plan]) -> Iterator[Plan]:
+    def _with_backwards_apart(self, plans: Sequence[Plan]) -> Iterator[Plan]:
         request, ranks = self._request, self._cluster.ranks
         if request.backward_apart is not False and request.schedule not in OTHER_SCHEDULES:
             every = request.backward_apart is True
             for plan in plans:
-                for apart in choose_backwards_elsewhere(plan, self._cluster, every=every):
+                for apart in choose_backwards_apart(plan, self._cluster, every=every):
                     yield from self._on_ranks(plan, ranks_with_backwards(apart, self._cluster))
             sizes = sizes_of_stages(self._problem.request, self._problem.profile, ranks)
             for size in sizes if request.fixed_stages is None else ():
@@ -247,7 +247,7 @@ class VariantSearch:
 
     def _cut_for_apart(self, size: int, *, every: bool) -> Iterator[Plan]:
         with suppress(OutOfTimeError):
-            cut = self._cutter.with_backwards_elsewhere(
+            cut = self._cutter.with_backwards_apart(
                 size, every=every, recompute=self._request.recompute
             )
             if cut is not None and max(cut.devices) > 1:
@@ -266,7 +266,11 @@ class VariantSearch:
         if not request.every_schedule or self._expired():
             return []
         tried = promising_copies(self._problem) if request.replicas is None else [request.replicas]
-        return [copies for copies in tried if 1 < copies <= ranks and ranks // copies <= MAX_RANKS]
+        return [
+            copies
+            for copies in tried
+            if 1 < copies <= ranks and ranks // copies <= MAX_RANKS_OF_VARIANTS
+        ]
 
     def _copies_of_other_schedules(self, copies: int) -> Iterator[Plan]:
         """Copies of pipelines with whole backwards and several stages per rank."""
@@ -323,7 +327,7 @@ def in_every_order(
     """
     request = problem.request
     stages, count = len(partition), problem.micro_batches(size)
-    orders = open_orders(problem.request, stages, problem.micro_batches(size))
+    orders = open_orders(request, stages, count)
     apart = max(map(len, ranks)) > 1
     if apart and request.warm_up is None and request.schedule in (None, ONE_F_ONE_B.name):
         deeper = tuple(min(count, 2 * (stages - stage)) for stage in range(stages))
@@ -337,7 +341,7 @@ def in_every_order(
         yield plan_of(problem, choice)
 
 
-def choose_backwards_elsewhere(
+def choose_backwards_apart(
     plan: Plan, cluster: Cluster, *, every: bool
 ) -> Iterator[tuple[bool, ...]]:
     """Which stages use the free ranks of a plan: one or more of the largest."""

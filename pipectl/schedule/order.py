@@ -128,7 +128,7 @@ class Staleness:
 
     Args:
         version: (warm-up of the stage, steps) -> version that the steps use, from 0.
-        kept: (warm-up of the stage, whether its backward is elsewhere) -> number of newest versions
+        kept: (warm-up of the stage, whether its backward is apart) -> number of newest versions
             that a forward or backward may request on the rank that updates.
         words: (warm-up of all stages) -> description of the age of the gradients.
         one_micro_batch: whether a step has only one micro-batch.
@@ -168,8 +168,3 @@ class Schedule:
     def flushes(self) -> bool:
         """Whether every step ends before the next begins."""
         return self.staleness is None
-
-    @property
-    def allows_backward_elsewhere(self) -> bool:
-        """Whether backwards may run on ranks of their own."""
-        return self.placement is Placement.STRAIGHT and not self.splits_backward

@@ -28,7 +28,7 @@ from pipectl.jobs.warnings import (
 )
 from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.planner.explain.bottleneck import MAX_SLOWER, step_range
+from pipectl.planner.explain.bottleneck import SLOWEST_ASSUMED, step_range
 from pipectl.profile import Readings
 from pipectl.runs import RunDirectory
 from pipectl.simulate import simulate
@@ -206,7 +206,7 @@ def test_assumed_links_make_a_range_and_measured_ones_a_point(pipeline):
     assumed = assumed_cluster("assumed", [1, 1], 1, None)
     fast_s, slow_s = step_range(plan, assumed)
     assert fast_s == pytest.approx(simulate(plan, assumed.with_slower_links(0.0)).step_time_s)
-    assert slow_s == simulate(plan, assumed.with_slower_links(MAX_SLOWER[1])).step_time_s
+    assert slow_s == simulate(plan, assumed.with_slower_links(SLOWEST_ASSUMED[1])).step_time_s
     links = {name: replace(getattr(assumed, name), assumed=False) for name in LINKS}
     assert step_range(plan, replace(assumed, assumed=False, **links)) is None
     narrow = pipeline(2, 4, node_of_rank=[0, 1], size_bytes=1000)

@@ -10,12 +10,12 @@ from pipectl.link import Link, RowTimes
 from pipectl.plan import Replication
 from pipectl.planner import PlanRequest
 from pipectl.planner.bounds import least_step_s
+from pipectl.planner.choices import open_orders
 from pipectl.planner.costs.devices import one_each
 from pipectl.planner.graph.blocks import condense
 from pipectl.planner.partition.layout import Choice, Layout, consecutive
 from pipectl.planner.plans import plan_of
 from pipectl.planner.problem import Problem
-from pipectl.planner.request import open_orders
 from pipectl.profile import OptimizerCost
 from pipectl.schedule.one_f_one_b import ONE_F_ONE_B, policy_a, policy_b
 from pipectl.simulate import simulate

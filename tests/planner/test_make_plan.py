@@ -15,7 +15,7 @@ from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.link import Link
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.planner.request import micro_batch_sizes, stage_counts
+from pipectl.planner.choices import micro_batch_sizes, stage_counts
 from pipectl.profile import SmallestMicroBatch
 from pipectl.simulate import simulate
 from tests.planner.gate.checked_plans import FAST, after, cluster_of, planned

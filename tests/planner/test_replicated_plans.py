@@ -14,6 +14,7 @@ from pipectl.link import Link
 from pipectl.plan import Replication
 from pipectl.planner import PlanRequest, make_plan, search_plans
 from pipectl.planner.bounds import work_bound_s
+from pipectl.planner.choices import open_orders
 from pipectl.planner.costs.links import Links
 from pipectl.planner.evaluator import TIE
 from pipectl.planner.graph.blocks import bitset, condense
@@ -23,7 +24,6 @@ from pipectl.planner.partition.replicated import MAX_UNITS
 from pipectl.planner.partition.tables import table_of
 from pipectl.planner.plans import plan_of
 from pipectl.planner.problem import Problem
-from pipectl.planner.request import open_orders
 from pipectl.planner.simple import even_copies
 from pipectl.profile import OperatorMemory, OptimizerCost, SmallestMicroBatch
 from pipectl.runtime.compare import Comparison, Difference

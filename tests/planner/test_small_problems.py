@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pipectl.link import Link
 from pipectl.plan import Replication
 from pipectl.planner import PlanRequest
+from pipectl.planner.choices import micro_batch_sizes, open_orders
 from pipectl.planner.costs.devices import one_each
 from pipectl.planner.evaluator import TIE
 from pipectl.planner.graph.blocks import bits, bitset, condense
@@ -18,7 +19,6 @@ from pipectl.planner.partition.layout import Choice, Layout, consecutive
 from pipectl.planner.partition.programme import _hash_of
 from pipectl.planner.plans import plan_of
 from pipectl.planner.problem import Problem
-from pipectl.planner.request import micro_batch_sizes, open_orders
 from pipectl.schedule.one_f_one_b import ONE_F_ONE_B, policy_a
 from pipectl.simulate import simulate
 from tests.planner.gate import gate_corpus

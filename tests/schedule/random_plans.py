@@ -22,7 +22,8 @@ def plans(draw):
     schedule = SCHEDULES[draw(st.sampled_from(FLUSHED))]
     micro_batches, size = draw(st.integers(1, 8)), draw(st.integers(1, 5))
     places = draw(_places(schedule.placement))
-    stages = [draw(_stage(ranks, schedule.allows_backward_elsewhere)) for ranks in places]
+    may_be_apart = schedule.placement is Placement.STRAIGHT and not schedule.splits_backward
+    stages = [draw(_stage(ranks, may_be_apart)) for ranks in places]
     count = len(stages)
     falls = draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
     warm_up = [1 + sum(falls[stage:]) for stage in range(count)]

@@ -189,7 +189,8 @@ def verdict(answer: StepAnswer) -> Iterator[tuple[str, str]]:
     """The bottleneck, what it costs, and what would help: labels and texts."""
     parts, step_s = answer.parts, answer.parts.step_s or 1.0
     link = answer.link
-    stages = _stages_in_words(parts.stages, len(answer.plan.stages) + 1)
+    every = len(answer.plan.stages) + 1  # more than there are: "all stages" says too little here
+    stages = _stages_in_words(parts.stages, every)
     if link is not None and answer.is_link_bound:
         ends, waiting = _link_ends(link, answer.inputs.cluster), f"rank {parts.rank} waits"
         yield "bottleneck", f"the link {ends}, in use for {link.busy_s / step_s:.1%} of the step"

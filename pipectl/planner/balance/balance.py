@@ -14,7 +14,7 @@ its costs are differences between two downsets, and a value that skips a stage i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import inf
 
 import numpy as np
@@ -33,11 +33,12 @@ from pipectl.planner.balance.load_model import (
     load_model,
 )
 from pipectl.planner.graph.downsets import enumerate_downsets
+from pipectl.planner.request import Expired
 from pipectl.profile import Profile
 
 
 def best_of_orders(
-    model: LoadModel, devices: int, bound_s: float, expired: Callable[[], bool]
+    model: LoadModel, devices: int, bound_s: float, expired: Expired
 ) -> Stages | None:
     """The best partition below a bound whose stages are parts of one topological order."""
     best: Stages | None = None
@@ -129,7 +130,7 @@ MAX_DOWNSETS = 1_000_000
 def balance(
     profile: Profile,
     request: BalanceRequest,
-    expired: Callable[[], bool] = lambda: False,
+    expired: Expired = lambda: False,
     *,
     max_downsets: int = MAX_DOWNSETS,
 ) -> Balance | None:

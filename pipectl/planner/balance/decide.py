@@ -16,7 +16,6 @@ so a walk turns back once compute and the fixed part alone exceed the bound.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +24,7 @@ from pipectl.arrays import Floats, Integers, Words
 from pipectl.compiled import compiled
 from pipectl.planner.balance.load_model import TOLERANCE, LoadModel, Moves, Stages
 from pipectl.planner.graph.downsets import Lattice
+from pipectl.planner.request import Expired
 
 
 @compiled
@@ -113,7 +113,7 @@ class Decider:
         self._work_s[0] = 0.0
         _measure(lattice, model.compute_s, model.moves, self._work_s, self._cut_s)
 
-    def below(self, bound_s: float, expired: Callable[[], bool]) -> Stages | None:
+    def below(self, bound_s: float, expired: Expired) -> Stages | None:
         """A partition whose loads are all below a bound, or None if there is none.
 
         Raises:

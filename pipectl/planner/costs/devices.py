@@ -175,7 +175,7 @@ def ranks_of_uses(uses: Sequence[Use], orders: Sequence[Sequence[int]]) -> tuple
     )
 
 
-Placement = tuple[int, ...]
+Places = tuple[int, ...]
 """Rank of every stage."""
 Use = tuple[int, ...]
 """How many devices of each class a stage uses."""
@@ -184,12 +184,12 @@ _MAX_EXCHANGES = 16
 a thousand stages take minutes to list."""
 
 
-def one_each(placement: Placement) -> tuple[tuple[int, ...], ...]:
+def one_each(placement: Places) -> tuple[tuple[int, ...], ...]:
     """The ranks of stages with one replica each."""
     return tuple((rank,) for rank in placement)
 
 
-def placements(cluster: Cluster, devices: Sequence[Pool], kinds: Sequence[int]) -> list[Placement]:
+def placements(cluster: Cluster, devices: Sequence[Pool], kinds: Sequence[int]) -> list[Places]:
     """Ways to put stages on ranks: node by node, and spread so that nodes share no core.
 
     Two nodes of two ranks and one core each, two stages::
@@ -206,12 +206,12 @@ def placements(cluster: Cluster, devices: Sequence[Pool], kinds: Sequence[int]) 
     return list(dict.fromkeys([_in_turn(kinds, node_by_node), _in_turn(kinds, spread)]))
 
 
-def _in_turn(kinds: Sequence[int], ranks: Sequence[Sequence[int]]) -> Placement:
+def _in_turn(kinds: Sequence[int], ranks: Sequence[Sequence[int]]) -> Places:
     left = [iter(members) for members in ranks]
     return tuple(next(left[kind]) for kind in kinds)
 
 
-def _spread(cluster: Cluster, pool: Pool, stages: int) -> Placement:
+def _spread(cluster: Cluster, pool: Pool, stages: int) -> Places:
     """Assign each stage in turn to the node with the fewest stages per core."""
     members = groupby(pool.ranks, key=cluster.node_of_rank.__getitem__)
     ranks = {node: list(group) for node, group in members}
@@ -226,7 +226,7 @@ def _spread(cluster: Cluster, pool: Pool, stages: int) -> Placement:
     return tuple(rank for node in ranks for rank in ranks[node][: chosen[node]])
 
 
-def every_placement(cluster: Cluster, stages: int, most: int) -> list[Placement]:
+def every_placement(cluster: Cluster, stages: int, most: int) -> list[Places]:
     """All distinct placements; none if there are more than ``most``.
 
     Ranks of a node with the same device are interchangeable, and so are equal nodes.
@@ -264,7 +264,7 @@ def equal_nodes(cluster: Cluster) -> list[int]:
     ]
 
 
-def exchanges(placement: Placement, cluster: Cluster) -> list[Placement]:
+def exchanges(placement: Places, cluster: Cluster) -> list[Places]:
     """Placements in which two stages have exchanged their ranks, if that makes a difference: ranks
     of a node with the same device are interchangeable, and so are equal nodes.
 
@@ -272,7 +272,7 @@ def exchanges(placement: Placement, cluster: Cluster) -> list[Placement]:
     """
     alike = equal_nodes(cluster)
 
-    def shape(placement: Placement) -> tuple[tuple[int, int, Device], ...]:
+    def shape(placement: Places) -> tuple[tuple[int, int, Device], ...]:
         """Per stage, the kind of its node, how many others of this kind are used before it, and its
         device."""
         used: dict[int, dict[int, int]] = {}

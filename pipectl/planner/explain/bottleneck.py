@@ -25,7 +25,7 @@ from pipectl.timeline import Timeline
 End = int | str | None
 _KINDS = {"within": "rank", "nodes": "node", "switches": "switch"}
 """What the shared parts of a route connect."""
-MAX_SLOWER = 4.0, 10.0
+SLOWEST_ASSUMED = 4.0, 10.0
 """Factors by which assumed links within and between nodes may be slower: 1 Gbit/s, not 10."""
 _MIN_RANGE = 0.05
 """Share of a step; a narrower range is shown as a point."""
@@ -187,6 +187,6 @@ def step_range(plan: Plan, cluster: Cluster) -> tuple[float, float] | None:
     """
     fast_s, slow_s = (
         simulate(plan, cluster.with_slower_assumed_links(*factors)).step_time_s
-        for factors in ((0.0, 0.0), MAX_SLOWER)
+        for factors in ((0.0, 0.0), SLOWEST_ASSUMED)
     )
     return (fast_s, slow_s) if slow_s > (1 + _MIN_RANGE) * fast_s else None

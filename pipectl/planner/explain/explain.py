@@ -6,7 +6,7 @@ change without a gain is reported as such.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
-from pipectl.planner.request import COMPARED, Planner, PlanRequest
+from pipectl.planner.request import COMPARED, Expired, Planner, PlanRequest
 from pipectl.profile import Profile
 from pipectl.units import plural
 
@@ -79,7 +79,7 @@ def explain(
     request: PlanRequest,
     planner: Planner,
     others: Iterable[Plan] = (),
-    expired: Callable[[], bool] = lambda: False,
+    expired: Expired = lambda: False,
     *,
     can_add_nodes: bool = True,
 ) -> Explanation:

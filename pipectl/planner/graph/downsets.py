@@ -39,6 +39,7 @@ from pipectl.planner.graph.blocks import (
     membership,
     words_of,
 )
+from pipectl.planner.request import Expired
 from pipectl.profile import Profile
 
 Partition = tuple[int, ...]
@@ -69,7 +70,7 @@ class Lattice(NamedTuple):
 
 
 def enumerate_downsets(
-    before: Neighbours, after: Neighbours, cap: int, expired: Callable[[], bool] = lambda: False
+    before: Neighbours, after: Neighbours, cap: int, expired: Expired = lambda: False
 ) -> Lattice | None:
     """Every downset, or None if there are more than ``cap`` or time is up.
 

@@ -21,12 +21,14 @@ from pipectl.planner.graph.blocks import contract, group_labels
 from pipectl.profile import Operator, Profile
 from pipectl.sorting import topological_order
 
+BACKWARD = "backward"
+"""The phase of backward operators."""
 PIPEDREAM_FILES = ("pipedream-", "dapple-")
 """Prefixes of the names of profiles that PipeDream's rule applies to."""
 
 
-def prepared(profile: Profile) -> Profile:
-    """The profile for the planner, pruned by PipeDream's rule if its name has such a prefix."""
+def pruned_if_pipedream(profile: Profile) -> Profile:
+    """The profile, pruned by PipeDream's rule if its name has such a prefix."""
     return pipedream_pruned(profile) if profile.name.startswith(PIPEDREAM_FILES) else profile
 
 
@@ -49,9 +51,6 @@ def _without(profile: Profile, prefix: str, kept: Iterable[str]) -> Profile:
         edges=tuple(edges),
         edge_bytes={e: size for e, size in profile.edge_bytes.items() if e in set(edges)},
     )
-
-
-BACKWARD = "backward"
 
 
 def folded(profile: Profile, stages: Sequence[Sequence[str]] = ()) -> Profile:
@@ -134,8 +133,8 @@ def stage_edges(
     operators: Sequence[Operator], edges: Sequence[tuple[int, int]]
 ) -> list[tuple[int, int]]:
     """The edges that constrain the order of stages."""
-    backward = [operator.phase == "backward" for operator in operators]
-    forward = {o.group for o in operators if o.phase != "backward"} - {None}
+    backward = [operator.phase == BACKWARD for operator in operators]
+    forward = {o.group for o in operators if o.phase != BACKWARD} - {None}
     alone = [back and o.group not in forward for back, o in zip(backward, operators, strict=True)]
     return [edge for edge in edges if not backward[edge[0]] and not backward[edge[1]]] + [
         (target, source)

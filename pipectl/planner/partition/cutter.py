@@ -10,7 +10,7 @@ their inputs, hold the rest during one backward at a time, and compute their for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf, isfinite
@@ -18,20 +18,20 @@ from math import inf, isfinite
 import numpy as np
 
 from pipectl.link import Link
-from pipectl.planner.costs.devices import Mix, Placement, mixes, one_each, placements
+from pipectl.planner.costs.devices import Mix, Places, mixes, one_each, placements
 from pipectl.planner.costs.links import REFERENCE_BYTES
 from pipectl.planner.graph.downsets import CutSpace, Partition
 from pipectl.planner.partition.layout import Layout
 from pipectl.planner.partition.programme import (
     ADDED,
-    ELSEWHERE,
     KEEP,
+    KEEP_APART,
     LATENCY,
     LOAD,
     MEMORY,
     OVERLAPPED,
     RECOMPUTE,
-    RECOMPUTE_ELSEWHERE,
+    RECOMPUTE_APART,
     Chain,
     Chains,
     Goal,
@@ -40,7 +40,7 @@ from pipectl.planner.partition.programme import (
 )
 from pipectl.planner.partition.tables import CostTable, table_of
 from pipectl.planner.problem import Problem
-from pipectl.planner.request import out_of_time
+from pipectl.planner.request import Expired, out_of_time
 
 CAPS = (1.0, 1.01, 1.02, 1.03, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4)
 """Caps on the largest load, relative to the smallest possible."""
@@ -103,9 +103,7 @@ class Cutter:
         expired: called repeatedly; once it returns true, OutOfTimeError is raised.
     """
 
-    def __init__(
-        self, problem: Problem, space: CutSpace, expired: Callable[[], bool] = lambda: False
-    ) -> None:
+    def __init__(self, problem: Problem, space: CutSpace, expired: Expired = lambda: False) -> None:
         self._problem = problem
         self._space = space
         few = len(space) <= MAX_FITTING
@@ -261,9 +259,7 @@ class Cutter:
         recompute = tuple(map(bool, chosen)) if any(chosen) else ()  # of KEEP, RECOMPUTE
         return Cut(space.partition(chain.cuts), kinds, recompute)
 
-    def with_backwards_elsewhere(
-        self, size: int, *, every: bool, recompute: bool | None
-    ) -> Cut | None:
+    def with_backwards_apart(self, size: int, *, every: bool, recompute: bool | None) -> Cut | None:
         """The smallest bottleneck if backwards of stages may have separate devices (PipeFB).
 
         The load of a stage on two devices is the longest of its forward, its backward and the copy
@@ -278,8 +274,8 @@ class Cutter:
             None if there are too few devices.
         """
         problem, space = self._problem, self._fitting_space
-        away = {False: (ELSEWHERE,), True: (RECOMPUTE_ELSEWHERE,)}
-        apart = (ELSEWHERE, RECOMPUTE_ELSEWHERE) if recompute is None else away[recompute]
+        away = {False: (KEEP_APART,), True: (RECOMPUTE_APART,)}
+        apart = (KEEP_APART, RECOMPUTE_APART) if recompute is None else away[recompute]
         modes = apart if every else (KEEP, *apart)
         devices = np.array([1 if mode == KEEP else 2 for mode in modes])
         ranks = problem.cluster.ranks
@@ -319,7 +315,7 @@ def merged(guesses: Iterable[list[Cut]]) -> list[Cut]:
 
 def layouts_of(problem: Problem, cuts: Iterable[Cut]) -> list[Layout]:
     """Cuts with every placement on devices of their kinds."""
-    places: dict[tuple[int, ...], list[Placement]] = {}
+    places: dict[tuple[int, ...], list[Places]] = {}
     layouts = []
     for cut in cuts:
         if cut.kinds not in places:

@@ -34,7 +34,7 @@ LOAD, LATENCY, MEMORY = range(3)
 """Objectives of a chain."""
 FREE, ADDED, OVERLAPPED = range(3)
 """How messages count as load: not at all, added to compute, or as the maximum of both."""
-KEEP, RECOMPUTE, ELSEWHERE, RECOMPUTE_ELSEWHERE = range(4)
+KEEP, RECOMPUTE, KEEP_APART, RECOMPUTE_APART = range(4)
 """What a stage does with saved values; the last two run the backward on a second device."""
 STEPS = 10**9
 """Steps of the inner loop between two checks of the time."""
@@ -357,7 +357,7 @@ def _load_s(stage: _Stage, costs: CostTable, option: Any, start: int, end: int) 
         return float(work_s * slowness + stage.summed_bytes * option.sum_s_per_byte)
     if mode == RECOMPUTE:
         return float((work_s + again_s) * slowness + stage.summed_bytes * option.sum_s_per_byte)
-    if mode == ELSEWHERE:
+    if mode == KEEP_APART:
         forward_s = again_s + costs.stage_forward_s
         longer_s = max(forward_s, work_s - forward_s) * slowness
         return float(max(longer_s, stage.touched_bytes * option.copy_s_per_byte))

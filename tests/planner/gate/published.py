@@ -18,7 +18,7 @@ from pipectl.link import Link
 from pipectl.plan import Plan, Replication
 from pipectl.planner import PlanRequest
 from pipectl.planner.costs.links import Message
-from pipectl.planner.graph.imported import prepared
+from pipectl.planner.graph.imported import pruned_if_pipedream
 from pipectl.planner.partition.layout import Choice, Layout, consecutive
 from pipectl.planner.plans import plan_of
 from pipectl.planner.problem import Problem
@@ -65,7 +65,7 @@ class DappleRules:
 
 def half_and_half(path: Path) -> Profile:
     """The profile with equal forward and backward, and gradients as large as activations."""
-    profile = prepared(Profile.load(path))
+    profile = pruned_if_pipedream(Profile.load(path))
     operators = tuple(
         replace(
             operator,
