@@ -312,48 +312,51 @@ class Poller:
             records = newer
             answers = self._query(records, now, timeout_s)
         self._metrics = {run: self._metrics.get(run) or Metrics(run.metrics) for run in runs}
-        statuses = []
-        for run in runs:
-            if run in closed:
-                job = JobStatus(JobState.UNKNOWN, reason=closed[run], source="none")
-                statuses.append(
-                    RunStatus(
-                        run, run.start, None, job, "", Measured(), None, (), (), is_closed=True
-                    )
-                )
-                continue
-            start = run.start  # after the question, as all files
-            heartbeat = read_heartbeat(start)
-            record = records.get(run)
-            measured = read_measured(run, record, heartbeat, self._metrics[run])
-            answer = answers.get(run, Answer({}))
-            if record is None:
-                job = JobStatus(JobState.UNKNOWN, reason=damage[run], source="none")
-            elif not is_there(run.starts):
-                job = JobStatus(JobState.UNKNOWN, reason=_OLDER, source="none", hint=_OF_OLDER)
-            else:
-                job = find_job_status(start, record, answer, heartbeat, measured.step_time_s, now)
-            restarts = max(0, heartbeat.attempt - 1) if heartbeat else 0
-            statuses.append(
-                RunStatus(
-                    run=run,
-                    start=start,
-                    record=record,
-                    job=job,
-                    phase=heartbeat.state if heartbeat and not job.state.waits else "",
-                    # The speed of a start that is yet to come is unknown.
-                    measured=replace(measured, steps=None) if job.state.waits else measured,
-                    plan=_read_plan(run),
-                    ranks=heartbeat.ranks if heartbeat else (),
-                    errors=read_errors(start),
-                    restarts=restarts,
-                    query_error=answer.error,
-                    metrics=self._metrics[run],
-                    code_watch=self._codes.setdefault(run, CodeWatch(run, self._clock)),
-                    times=measure_times(start, record, job, restarts, now) if record else NO_TIMES,
-                )
+        return [
+            _closed(run, closed[run])
+            if run in closed
+            else self._status_of(
+                run, records.get(run) or damage[run], answers.get(run, Answer({})), now
             )
-        return statuses
+            for run in runs
+        ]
+
+    def _status_of(
+        self, run: RunDirectory, found: Record | str, answer: Answer, now: float
+    ) -> RunStatus:
+        """The state of a run that this user may look at.
+
+        Args:
+            found: its record, or why that cannot be read.
+            answer: of its batch system; all files are read after it.
+        """
+        start, record = run.start, found if isinstance(found, Record) else None
+        heartbeat = read_heartbeat(start)
+        measured = read_measured(run, record, heartbeat, self._metrics[run])
+        if not isinstance(found, Record):
+            job = JobStatus(JobState.UNKNOWN, reason=found, source="none")
+        elif not is_there(run.starts):
+            job = JobStatus(JobState.UNKNOWN, reason=_OLDER, source="none", hint=_OF_OLDER)
+        else:
+            job = find_job_status(start, found, answer, heartbeat, measured.step_time_s, now)
+        restarts = max(0, heartbeat.attempt - 1) if heartbeat else 0
+        return RunStatus(
+            run=run,
+            start=start,
+            record=record,
+            job=job,
+            phase=heartbeat.state if heartbeat and not job.state.waits else "",
+            # The speed of a start that is yet to come is unknown.
+            measured=replace(measured, steps=None) if job.state.waits else measured,
+            plan=_read_plan(run),
+            ranks=heartbeat.ranks if heartbeat else (),
+            errors=read_errors(start),
+            restarts=restarts,
+            query_error=answer.error,
+            metrics=self._metrics[run],
+            code_watch=self._codes.setdefault(run, CodeWatch(run, self._clock)),
+            times=measure_times(start, record, job, restarts, now) if record else NO_TIMES,
+        )
 
     def _query(
         self, records: dict[RunDirectory, Record], now: float, timeout_s: float
@@ -386,6 +389,22 @@ class Poller:
         jobs = ((run, last.answer.listed.get(each.job_id or "")) for run, each in records.items())
         running = (run for run, job in jobs if job and job.state.alive and not job.state.waits)
         return any(is_there(run.start.exit_code) for run in running)
+
+
+def _closed(run: RunDirectory, reason: str) -> RunStatus:
+    """The state of a run that this user may not look at."""
+    return RunStatus(
+        run=run,
+        start=run.start,
+        record=None,
+        job=JobStatus(JobState.UNKNOWN, reason=reason, source="none"),
+        phase="",
+        measured=Measured(),
+        plan=None,
+        ranks=(),
+        errors=(),
+        is_closed=True,
+    )
 
 
 def _ask(name: str, records: dict[RunDirectory, Record], now: float, timeout_s: float) -> Answer:
