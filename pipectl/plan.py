@@ -506,8 +506,9 @@ class Plan(DataFile):
 
     def to_json(self) -> dict[str, Any]:
         """Return the documented JSON object."""
-        key_of = {each.name: each.metadata.get("key", each.name) for each in fields(self)}
-        return {"version": VERSION, **{key_of[n]: value for n, value in asdict(self).items()}}
+        document = _by_key(Plan, asdict(self))
+        stages = tuple(_by_key(Stage, stage) for stage in document["stages"])
+        return {"version": VERSION, **document, "stages": stages}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any], *, file: str = "plan") -> Plan:
@@ -516,6 +517,11 @@ class Plan(DataFile):
         if faults := list(_faults(plan)):
             raise DataFileError(f"{file}: {'; '.join(faults)}", hint=cls.hint)
         return plan
+
+
+def _by_key(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a dataclass by their keys in the file."""
+    return {each.metadata.get("key", each.name): values[each.name] for each in fields(kind)}
 
 
 def _faults(plan: Plan) -> Iterator[str]:

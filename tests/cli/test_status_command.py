@@ -117,7 +117,7 @@ def test_named_runs_are_watched_until_all_are_over(
     monkeypatch.setattr("pipectl.cli.commands.status.time", clock)
     monkeypatch.setattr("pipectl.cli.commands.status._MARGIN", 29)  # one line is left for runs
     result = cli("status", "--watch", queued.name, finished.name)
-    assert (result.code, result.err, next(looks)) == (0, "", 3)
+    assert (result.code, result.err, next(looks)) == (0, "", 4)
     assert "20250103" not in watched.getvalue().partition(LEAVE)[0]
 
 
