@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,9 +14,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import IterableDataset
 
-from pipectl.script.halves import Kind, kind_of_loss
+from pipectl.script.halves import Kind, kind_of_loss, refusal_of_half
 from pipectl.script.later import Compared
 from pipectl.script.loops import (
+    Loop,
+    begins_anew,
     freezes,
     hand_set,
     jumps,
@@ -114,6 +117,11 @@ def _add_model(parts: Parts, found: Findings) -> None:
         )
         words += "pipeline.micro_batches (1: as in the script), or loss.weight"
         found.differs.append(Finding("loss", words, last))
+    if kind_of is Kind.UNKNOWN and (refusal := refusal_of_half(parts)) is not None:
+        words = f"cannot be computed of a half of a batch ({refusal[0]}): take the number of "
+        words += "samples from the batch (x.size(0)), or set pipeline.micro_batches "
+        words += f"({parts.accumulation}: as in the script)"
+        found.differs.append(Finding("loss", words, refusal[1]))
     if names := list(_batch_norms(parts)):
         words = f"{names[0]}" + (f" and {len(names) - 1} more" if names[1:] else "")
         words += ": the statistics of a batch norm are those of a micro-batch: set "
@@ -209,7 +217,7 @@ def steps_of(parts: Parts) -> tuple[int, str, Place | None] | None:
     limit, end = _limit_of_steps(parts)
     if (known := steps_of_trainer(frames, per_epoch)) is not None:
         return known, f"{known}, by the trainer", parts.seen.stepped
-    for file, loop, names in loops_around(frames):
+    for file, loop, names in _loops_of_job(parts):
         if isinstance(loop, ast.While):
             return None if limit is None else (limit, f"{limit}, by the script's own count", end)
         if (count := range_of(loop, names)) is not None:
@@ -228,6 +236,13 @@ def steps_of(parts: Parts) -> tuple[int, str, Place | None] | None:
     if limit is not None and limit < total:
         return limit, f"{limit}, by the script's own count", end
     return total, f"{total}: {', '.join(reversed(words))}", place
+
+
+def _loops_of_job(parts: Parts) -> Iterator[tuple[str, Loop, dict[str, Any]]]:
+    """Yield the loops around the step that keep the optimizer, innermost first."""
+    made = parts.seen.made_by.get(id(parts.optimizer), ())
+    loops = loops_around(parts.seen.frames)
+    return takewhile(lambda each: not begins_anew(each[0], each[1], made), loops)
 
 
 def _limit_of_steps(parts: Parts) -> tuple[int | None, Place | None]:
@@ -276,6 +291,9 @@ def _add_precision(parts: Parts, found: Findings) -> None:
         found.training["precision"] = _PRECISIONS[kind]
         place = parts.seen.autocasts[0][2] if parts.seen.autocasts else None
         found.taken.append(Finding("precision", f"autocast to {_PRECISIONS[kind]}", place))
+        words = "gradients of 16 bits are rounded by micro-batches: set pipeline.micro_batches "
+        words += f"({parts.accumulation}: as in the script)"
+        found.differs.append(Finding("rounding", words, place))
     else:
         for device, dtype, line in parts.seen.autocasts[:1]:
             if device != "cpu":
@@ -321,10 +339,7 @@ def _add_rest(parts: Parts, found: Findings, compared: Compared) -> None:
         words = "set by hand: give the job an lr_scheduler, if this line changes it at any time"
         found.left.append(Finding("learning rate", words, place))
     found.differs.extend(_jumps(parts))
-    if compared.shapes:
-        words = f"{compared.shapes}, and a job has one shape: pad all samples to one length in the "
-        words += "dataset or the collate_fn"
-        found.differs.append(Finding("batch", words, parts.loading.place))
+    found.differs.extend(_batches(parts, compared))
     for place in freezes(seen.frames):
         words = "set in the loop: in the job, what is frozen at the first step stays frozen, and "
         words += "nothing else is frozen later"
@@ -338,8 +353,20 @@ def _add_rest(parts: Parts, found: Findings, compared: Compared) -> None:
         found.differs.append(Finding("accumulation", words, seen.stepped))
 
 
+def _batches(parts: Parts, compared: Compared) -> Iterator[Finding]:
+    """How batches of the job differ from those of the script."""
+    if compared.others:
+        words = f"{compared.others} is another one when it is read again: let the dataset and the "
+        words += "collate_fn give the same sample every time"
+        yield Finding("samples", words, parts.loading.place)
+    if compared.shapes:
+        words = f"{compared.shapes}, and a job has one shape: pad all samples to one length in the "
+        words += "dataset or the collate_fn"
+        yield Finding("batch", words, parts.loading.place)
+
+
 def _jumps(parts: Parts) -> Iterator[Finding]:
-    """What ends loops of the script early, and not the job."""
+    """What ends loops of the script early, and not the job; and a loop that begins anew."""
     frames = parts.seen.frames
     for file, line, statement, over_data in jumps(frames):
         if limit_of(frames, line, parts.accumulation) is not None:
@@ -350,6 +377,10 @@ def _jumps(parts: Parts) -> Iterator[Finding]:
             words = f"`{statement}` in the loop over the data: the job trains on every batch of an "
             words += "epoch; leave samples out by the dataset, and set training.steps"
         yield Finding("batches" if over_data else "steps", words, (file, line))
+    own = len(list(_loops_of_job(parts)))
+    for file, loop, _ in islice(loops_around(frames), own, own + 1):
+        words = "every round of this loop makes an optimizer: the job is the first round"
+        yield Finding("steps", words, (file, loop.lineno))
 
 
 def _draws_samples(dataset: Any) -> bool:

@@ -6,16 +6,22 @@ A first answer for ``init``; `profiler/halved_loss.py` makes sure of it, by grad
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Iterator
 from enum import Enum
+from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset
 
+from pipectl.faults import is_user_code
 from pipectl.script.order import SharedGenerators
 from pipectl.script.parts import Parts
+from pipectl.script.program import Place
 
 _SAMPLES = 16
+_SMALLEST = 4
+"""Samples of a batch whose half is no single sample: code may refuse that one for itself."""
 _ROUNDING, _OF_HALF, _OF_DRAWS = 1e-5, 1e-3, 0.25
 """Relative differences of losses: in float32, in 16 bits, and with random numbers."""
 
@@ -75,9 +81,39 @@ def _losses(parts: Parts, size: int) -> Iterator[tuple[float, float, float, bool
         before, found, half = SharedGenerators(), list[float](), size // 2
         for part in (samples, samples[:half], samples[half:]):
             before.restore()
-            batch = data.collate_fn(part)
-            leaves = {**batch["inputs"], **batch["targets"]}
-            with torch.no_grad():
-                outputs = parts.program.forward(parts.model, leaves)
-                found.append(float(parts.program.loss(parts.model, 1, outputs, leaves)))
+            found.append(_loss(parts, data.collate_fn(part)))
         yield found[0], found[1], found[2], before.have_drawn()
+
+
+def _loss(parts: Parts, batch: dict[str, dict[str, Any]]) -> float:
+    leaves = {**batch["inputs"], **batch["targets"]}
+    with torch.no_grad():
+        outputs = parts.program.forward(parts.model, leaves)
+        return float(parts.program.loss(parts.model, 1, outputs, leaves))
+
+
+def refusal_of_half(parts: Parts) -> tuple[str, Place] | None:
+    """Return what is raised if the loss is computed of a half of a batch, and by which line.
+
+    None if nothing is raised, or for the whole batch, too: a number of samples may be typed in.
+    """
+    size, generators = parts.batch_size, SharedGenerators()
+    if size < _SMALLEST or isinstance(parts.loader.dataset, IterableDataset):
+        return None
+    try:
+        data = parts.dataset()
+        samples = [data[index] for index in data.order(0)[:size]]
+        _loss(parts, data.collate_fn(samples))
+    except Exception:  # of the script's code
+        return None
+    finally:
+        generators.restore()
+    try:
+        _loss(parts, data.collate_fn(samples[: size // 2]))
+    except Exception as error:
+        lines = traceback.extract_tb(error.__traceback__)
+        places = [(x.filename, x.lineno or 0) for x in lines if is_user_code(x.filename)]
+        return f"{type(error).__name__}: {error}", places[-1] if places else parts.program.place
+    finally:
+        generators.restore()
+    return None

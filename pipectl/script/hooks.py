@@ -5,6 +5,7 @@
   parameters get zeros that nobody can write to, so that what changes gradients by hand raises.
 - ``clip_grad_norm_`` and ``clip_grad_value_``: the largest norm or value.
 - ``DataLoader.__iter__``: the loader, its batches, and the random numbers it draws from.
+- ``len`` in modules of the user: the size of a batch (`Recorder.length`).
 - ``DataLoader.__init__``: its samplers; ``set_epoch`` of these: the number of the first epoch.
 - ``GradScaler.scale``, ``unscale_``, ``step``, ``update``: the loss is recorded without a scale.
 - ``torch.autocast.__init__``: what is asked for, also where it is not available.
@@ -14,7 +15,7 @@
 - ``torch.set_num_threads``: does nothing; ``torch.set_default_device``: no accelerator.
 - ``torch.cuda.is_available`` and its like: no accelerator, because pipectl places the model itself.
 - variables of libraries: no tracking service is told, no window is opened.
-- ``init_process_group``, ``DistributedDataParallel``: refused.
+- ``init_process_group``, ``DistributedDataParallel``, ``torch.multiprocessing.spawn``: refused.
 
 The first step of an optimizer calls a hook of torch's own
 (``register_optimizer_step_pre_hook``), which ends the script with :class:`Taken`.
@@ -32,6 +33,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Any
 from unittest import mock
@@ -44,10 +46,18 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from pipectl.errors import CaptureError
+from pipectl.faults import is_user_code
 from pipectl.script import loops
 from pipectl.script.order import Generators, samplers_of
 from pipectl.script.program import Place
-from pipectl.script.recorder import Recorder, Recording, at, plain_device, script_place
+from pipectl.script.recorder import (
+    Recorder,
+    Recording,
+    at,
+    plain_device,
+    script_place,
+    script_places,
+)
 
 _RANK_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK",
@@ -60,6 +70,8 @@ _RANK_VARIABLES = (
 _QUIET = {"WANDB_MODE": "disabled", "MPLBACKEND": "Agg"}
 _SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
 """Options of optimizers; some optimizers keep counters among the others."""
+_OUTSIDE = str(Path(__file__).with_name("run.py"))
+"""What runs the script."""
 _IGNORED_STOPS = 20
 _PATIENCE_S = 20.0
 """For what a script does between two epochs."""
@@ -95,7 +107,7 @@ class Loading:
 
     Args:
         loader: of the script.
-        start: the random numbers when it began.
+        start: the random numbers when it began to draw the order of the samples.
         first: number of its first batch.
         begun_after: so many steps of the optimizer.
     """
@@ -114,7 +126,9 @@ class Seen:
     Attributes:
         recorder: of the steps.
         loadings: iterations over loaders that batches were read from, by the number of a batch.
+        positions: of batches in their iterations, by the numbers of batches.
         made: places where optimizers and schedules were made.
+        made_by: all lines of the script that were being run then, by the id of what was made.
         autocasts: arguments of autocast, with their places.
         optimizer: that stepped.
         frames: of the stack at that time, innermost first: code, globals, locals and line.
@@ -127,11 +141,14 @@ class Seen:
         evaluated: iterations over other data between two epochs.
         patience_until: time of the monotonic clock until which a script may run on after that.
         epochs: samplers that the script has told the number of an epoch, and the number.
+        place: the working directory at the first step.
     """
 
     recorder: Recorder = field(default_factory=Recorder)
     loadings: dict[int, Loading] = field(default_factory=dict)
+    positions: dict[int, int] = field(default_factory=dict)
     made: dict[int, tuple[Any, Place]] = field(default_factory=dict)
+    made_by: dict[int, list[Place]] = field(default_factory=dict)
     clips: list[Clip] = field(default_factory=list)
     autocasts: list[tuple[str, Any, Place]] = field(default_factory=list)
     scaler: tuple[GradScaler, Place] | None = None
@@ -149,6 +166,7 @@ class Seen:
     evaluated: dict[int, Loading] = field(default_factory=dict)
     patience_until: float = math.inf
     epochs: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    place: str = ""
     followed: ExitStack = field(default_factory=ExitStack)
     adapted: ExitStack = field(default_factory=ExitStack)
 
@@ -180,6 +198,15 @@ class Seen:
             if told is not None and not hasattr(told, "notes"):
                 new = _telling(self, told)
                 self.followed.enter_context(mock.patch.object(kind, "set_epoch", new))
+
+    def follow_lengths(self) -> None:
+        """Let ``len`` in modules of the user that are imported by now tell the size of a batch."""
+        for module in list(sys.modules.values()):
+            own = getattr(module, "__dict__", {})
+            file = own.get("__file__")
+            if isinstance(file, str) and "len" not in own and is_user_code(file):
+                own["len"] = self.recorder.length
+                self.followed.callback(own.pop, "len", None)
 
     def forget_dropped(self) -> None:
         """Forget optimizers and schedules that the script has replaced by others."""
@@ -266,6 +293,8 @@ def _replacements(seen: Seen) -> Iterator[tuple[Any, str, Any]]:
     if torch.distributed.is_available():
         yield torch.distributed, "init_process_group", _refuse_process_group
         yield nn.parallel.DistributedDataParallel, "__init__", _refuse_process_group
+    for name in ("spawn", "start_processes"):
+        yield torch.multiprocessing, name, _refuse_processes
 
 
 def _kinds_of(kind: type) -> Iterator[type]:
@@ -330,6 +359,7 @@ def _telling(seen: Seen, original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _iterating(seen: Seen, original: Callable[..., Any]) -> Callable[..., Any]:
     def iterate(loader: DataLoader[Any]) -> Any:
+        seen.follow_lengths()
         start = Generators(loader)
         place, begun_after = script_place(), len(seen.ends)
         loading = Loading(loader, start, len(seen.loadings), place, begun_after)
@@ -357,10 +387,13 @@ class _Batches:
     def __next__(self) -> Any:
         if self._seen.is_shortened:
             self._end_soon()
+        if not self._given and not self._loading.loader.num_workers:  # it draws the order only now
+            self._loading.start = Generators(self._loading.loader, is_iterated=True)
         batch = next(self._batches)
         self._given += 1
         number = len(self._seen.loadings)
         self._seen.loadings[number] = self._loading
+        self._seen.positions[number] = self._given - 1
         self._seen.recorder.batch(number, batch, self._loading)
         return batch
 
@@ -386,7 +419,9 @@ def _be_patient(seen: Seen) -> None:
 def _noting(seen: Seen, original: Callable[..., None]) -> Callable[..., None]:
     def make(self: Any, *args: Any, **kwargs: Any) -> None:
         seen.adapt()  # loops of libraries make optimizers before they read data
-        seen.made.setdefault(id(self), (self, script_place()))
+        if id(self) not in seen.made:
+            seen.made[id(self)] = self, script_place()
+            seen.made_by[id(self)] = list(script_places())
         original(self, *args, **kwargs)
 
     return make
@@ -418,6 +453,15 @@ def _refuse_process_group(*_: Any, **__: Any) -> None:
         f"{at(script_place())}: starts torch.distributed",
         hint="leave it out unless RANK is set (if 'RANK' in os.environ: ...), or for one process: "
         "pipectl starts the ranks, divides batches and adds gradients",
+    )
+
+
+def _refuse_processes(function: Any, *_: Any, **__: Any) -> None:
+    name = getattr(function, "__name__", "main")
+    raise CaptureError(
+        f"{at(script_place())}: starts processes that train",
+        hint=f"unless there are several accelerators, call the function itself: {name}(0, ...); "
+        "pipectl starts the ranks",
     )
 
 
@@ -465,8 +509,9 @@ def _stop(seen: Seen, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any
         )
     if seen.optimizer is None:
         seen.optimizer, seen.stepped = optimizer, script_place()
+        seen.place = str(Path.cwd())
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
+        while frame is not None and frame.f_code.co_filename != _OUTSIDE:
             own = dict(frame.f_locals)
             seen.frames.append((frame.f_code, frame.f_globals, own, frame.f_lineno))
             frame = frame.f_back

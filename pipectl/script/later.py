@@ -16,6 +16,7 @@ opens a file for writing, for example (`unwritten.py`).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -27,12 +28,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from pipectl.errors import CaptureError
 from pipectl.script.hooks import Seen, Taken, options_of
 from pipectl.script.loops import comes_again, hand_set, names_of
 from pipectl.script.optimizers import Schedules, cut_down, follows_evaluations
-from pipectl.script.order import described
+from pipectl.script.order import SharedGenerators, described
 from pipectl.script.parts import Parts, model_of, program_of
 from pipectl.script.program import (
     Entry,
@@ -63,10 +65,16 @@ _DRAWN = (
     "; draw random numbers with torch, such as torch.rand(()) and torch.randperm(n); numbers made "
     "of texts and the like belong into the dataset or the collate_fn"
 )
+_MADE = "; make tensors of texts or values in the Dataset or the collate_fn, not in the loop"
+_STATE = (
+    "; begin each batch with a state of its own (zeros, say) instead of what an earlier one left"
+)
+_FROM_VALUES = {"tensor", "as_tensor", "from_numpy"}
 _OWN_LOSS = "; or give the job a loss of its own (key loss)"
 _SCHEDULE = (
     "let a schedule of torch.optim.lr_scheduler set it, by step() without arguments (LambdaLR "
-    "takes any function of the step), or write a job with `script:` and a schedule of its own (key "
+    "takes any function of the step), once after every step of the optimizer or after every epoch "
+    "and under no condition; or write a job with `script:` and a schedule of its own (key "
     "lr_scheduler)"
 )
 
@@ -85,6 +93,7 @@ class Compared:
         shapes: which tensor of a later batch has another shape than in the first one, if one has.
         evaluated: other data that the script reads after an epoch: in words, with their places and
             the names of their loaders.
+        others: which steps of the first epoch train on other samples than the job, in words.
     """
 
     steps: int
@@ -95,6 +104,7 @@ class Compared:
     draws: bool = False
     shapes: str = ""
     evaluated: tuple[tuple[str, Place, str], ...] = ()
+    others: str = ""
 
     @property
     def sentence(self) -> str:
@@ -114,12 +124,14 @@ class _Difference(NamedTuple):
         words: what differs.
         is_number: whether it is a floating-point number of the script.
         leads_to_model: whether the model reads its result, so that another loss changes nothing.
+        hint: besides the usual one.
     """
 
     place: Place
     words: str
     is_number: bool = False
     leads_to_model: bool = False
+    hint: str = ""
 
 
 class _Rates:
@@ -154,12 +166,14 @@ def compare_steps(command: Command, *, own_schedule: bool = False) -> Compared:
     """
     seen = Seen(recorder=Recorder(follows=True), steps=STEPS)
     rates: list[_Rates] = []
+    taken: list[Parts] = []
 
     def begin(seen: Seen) -> None:
         parts = Parts.taken(command, seen)
+        taken.append(parts)
         if not own_schedule and not any(map(follows_evaluations, parts.schedules)):
             rates.append(_Rates(parts))
-        if comes_again(seen.frames):
+        if comes_again(seen.frames, seen.made_by.get(id(seen.optimizer), ())):
             seen.shortened, seen.steps = STEPS, STEPS + _AHEAD
 
     seen.at_first = begin
@@ -191,6 +205,7 @@ def compare_steps(command: Command, *, own_schedule: bool = False) -> Compared:
         )
         for each in seen.evaluated.values()
     )
+    compared.others = _other_samples(taken[0], steps)
     compared.shapes = _other_shape([each for step in steps for each in step.recordings])
     compared.draws = steps[0].recordings[0].draws
     compared.keeps_gradients = len(steps) > 1 and not seen.recorder.drops
@@ -285,6 +300,39 @@ def _other_shape(recordings: list[Recording]) -> str:
     return ""
 
 
+def _other_samples(parts: Parts, steps: list[_Step]) -> str:
+    """Say which step of the first epoch reads other samples than the job reads for it."""
+    if isinstance(parts.loader.dataset, IterableDataset):
+        return ""
+    data, size, generators = parts.dataset(), parts.batch_size, SharedGenerators()
+    for step in steps:
+        for recording in step.recordings:
+            number = recording.batches[0] if len(recording.batches) == 1 else -1
+            if parts.seen.loadings.get(number) is not parts.loading:
+                continue
+            first = parts.seen.positions[number] * size
+            try:
+                batch = data.collate_fn([data[i] for i in data.order(0)[first : first + size]])
+            except CaptureError:
+                raise
+            except Exception:  # of the script's code
+                return ""
+            if generators.have_drawn():  # other numbers are other samples
+                generators.restore()
+                return ""
+            read = {**batch["inputs"], **batch["targets"]}
+            for path in itertools.chain(*parts.program.batch_leaves()):
+                if not _is_equal(read[name_of(path)], reach(recording.batch, path)):
+                    return f"{name_of(path)} of the batch of {step.name}"
+    return ""
+
+
+def _is_equal(read: Any, own: Any) -> bool:
+    if not isinstance(read, Tensor) or not isinstance(own, Tensor) or read.shape != own.shape:
+        return False
+    return bool(((read == own) | ((read != read) & (own != own))).all())
+
+
 def _refuse_written(seen: Seen, model: nn.Module) -> None:
     """Refuse a script that writes weights or buffers of the model besides its optimizer."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -331,7 +379,7 @@ def _is_option(own: Any, made: Any) -> bool:
 
 
 def _refusal(found: _Difference) -> CaptureError:
-    hint = _ALIKE + (_DRAWN if found.is_number else "")
+    hint = _ALIKE + (_DRAWN if found.is_number else "") + found.hint
     hint += "" if found.leads_to_model else _OWN_LOSS
     return CaptureError(f"{at(found.place)}: {found.words}", hint=hint)
 
@@ -379,7 +427,8 @@ def _difference(first: Recording, other: Recording, which: str) -> _Difference |
                 if _words(x) == _words(y):
                     words = f"{b.name} reads {_words(y)}, with other values in {which}"
                 is_number = _is_number(x) and _is_number(y) and float in (type(x), type(y))
-                return _Difference(b.place, words, is_number, leads_to_model)
+                hint = _MADE if b.name in _FROM_VALUES else _STATE if isinstance(y, Outer) else ""
+                return _Difference(b.place, words, is_number, leads_to_model, hint)
     if len(mine) != len(others):
         longer, _, leads_to_model = max(mine, others, key=len)[min(len(mine), len(others))]
         where = which if len(others) > len(mine) else "the first step"

@@ -10,13 +10,14 @@ from __future__ import annotations
 import ast
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipectl.faults import is_user_code
+from pipectl.script.program import Place
 from pipectl.spec.code import read_source
 
 Frame = tuple[CodeType, dict[str, Any], dict[str, Any], int]
@@ -103,15 +104,31 @@ def interval_of_trainer(
 # Loops of the script.
 
 
-def comes_again(frames: Iterable[Frame]) -> bool:
-    """Whether the innermost loop around a step is within another one that will run it again."""
+def comes_again(frames: Iterable[Frame], made: Collection[Place]) -> bool:
+    """Whether the innermost loop around a step is within another one that will run it again.
+
+    Args:
+        made: the lines that made the optimizer.
+    """
     frames = list(frames)
     if any(_trainer(frames, name) is not None for name in ("transformers.trainer", "lightning")):
         return False
     outer = list(loops_around(frames))[1:]
     return any(
-        isinstance(loop, ast.While) or (range_of(loop, names) or 0) > 1 for _, loop, names in outer
+        isinstance(loop, ast.While) or (range_of(loop, names) or 0) > 1
+        for file, loop, names in outer
+        if not begins_anew(file, loop, made)
     )
+
+
+def begins_anew(file: str, loop: Loop, made: Collection[Place]) -> bool:
+    """Whether every round of a loop makes an optimizer of its own, as a loop over folds does.
+
+    Args:
+        made: the lines that made the optimizer.
+    """
+    end = loop.end_lineno or loop.lineno
+    return any(where == file and loop.lineno < line <= end for where, line in made)
 
 
 def loops_around(frames: Iterable[Frame]) -> Iterator[tuple[str, Loop, dict[str, Any]]]:
@@ -176,6 +193,21 @@ def jumps(frames: Iterable[Frame]) -> Iterator[tuple[str, int, str, bool]]:
                 yield file, node.lineno, type(node).__name__.lower(), over_data
 
 
+class _Test(NamedTuple):
+    """A comparison by which a loop ends.
+
+    Args:
+        variable, limit: that are compared.
+        over: 1 if the loop ends when the variable is larger than the limit, 0 if when it is equal.
+        end: the line from which on the comparison counts.
+    """
+
+    variable: ast.expr
+    limit: ast.expr
+    over: int
+    end: int
+
+
 def limit_of(frames: Iterable[Frame], line: int, accumulation: int) -> int | None:
     """Return after how many optimizer steps the statement of a line ends a loop, where it says so:
     ``if step >= max_steps: break``, or ``while step < max_steps:``, with a variable that counts
@@ -197,32 +229,35 @@ def limit_of(frames: Iterable[Frame], line: int, accumulation: int) -> int | Non
     return None
 
 
-def _tests_of(tree: ast.AST, line: int) -> Iterator[tuple[str, ast.expr, int]]:
-    """Yield the comparisons of a variable with a limit by which a line ends a loop: the name, the
-    limit, and the line from which on the comparison counts.
-    """
+def _tests_of(tree: ast.AST, line: int) -> Iterator[_Test]:
+    """Yield the comparisons of a variable with a limit by which a line ends a loop."""
     for node in ast.walk(tree):
-        if not isinstance(node, ast.If | ast.While) or not isinstance(node.test, ast.Compare):
+        if not isinstance(node, ast.If | ast.While):
             continue
         is_while = isinstance(node, ast.While)
-        kinds = ast.Lt if is_while else ast.GtE | ast.Eq
+        kinds = (ast.Lt, ast.LtE) if is_while else (ast.GtE, ast.Eq, ast.Gt)
         lines = [node.lineno] if is_while else [each.lineno for each in node.body]
-        left, (kind, *more) = node.test.left, node.test.ops
-        if line in lines and isinstance(kind, kinds) and isinstance(left, ast.Name) and not more:
-            end = (node.end_lineno or line) + 1 if is_while else node.lineno
-            yield left.id, node.test.comparators[0], end
+        for compared in _compared(node.test) if line in lines else ():
+            left, (kind, *more) = compared.left, compared.ops
+            if isinstance(kind, kinds) and isinstance(left, ast.Name | ast.Attribute) and not more:
+                end = (node.end_lineno or line) + 1 if is_while else node.lineno
+                over = int(isinstance(kind, ast.Gt | ast.LtE))
+                yield _Test(left, compared.comparators[0], over, end)
+
+
+def _compared(test: ast.expr) -> Iterator[ast.Compare]:
+    """Yield the comparison in a test, which may ask for None, too: ``n is not None and i >= n``."""
+    parts = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
+    others = [each for each in parts if "is not None" not in ast.unparse(each)]
+    if len(others) == 1 and isinstance(others[0], ast.Compare):
+        yield others[0]
 
 
 def _limit(
-    tree: ast.AST,
-    test: tuple[str, ast.expr, int],
-    stepped: int,
-    names: Mapping[str, Any],
-    accumulation: int,
+    tree: ast.AST, test: _Test, stepped: int, names: Mapping[str, Any], accumulation: int
 ) -> int | None:
     """Return the steps until a variable that counts steps from 0, or batches, reaches a limit."""
-    name, value, tested = test
-    limit = _number(value, names)
+    name, limit = ast.unparse(test.variable), _number(test.limit, names)
     blocks = [
         block
         for node in ast.walk(tree)
@@ -239,10 +274,11 @@ def _limit(
         return None
     count, block = counts[0]
     around = [node for node in block if node.lineno <= stepped <= (node.end_lineno or stepped)]
-    if not around or not stepped < count.lineno < tested:
+    if not around or not stepped < count.lineno < test.end:
         return None
     batches = accumulation if isinstance(around[0], ast.If | ast.For | ast.While) else 1
-    return limit // batches if names.get(name) == batches - 1 else None
+    is_first = value_of(test.variable, names) == batches - 1
+    return (limit + test.over) // batches if is_first else None
 
 
 def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:

@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path as Directory
 from typing import Any
 
@@ -21,6 +22,10 @@ from pipectl.units import plural
 
 _KEPT_EPOCHS = 16
 """More than those that the data are read ahead by."""
+_MANY_BATCHES = 10_000_000
+"""Of an epoch that is drawn part by part."""
+_PART = 4096
+"""Batches of a part."""
 
 
 class SharedGenerators:
@@ -36,8 +41,12 @@ class SharedGenerators:
         np.random.set_state(self._states[2])
 
     def have_drawn(self) -> bool:
-        """Whether torch or Python has drawn since."""
-        is_same = torch.equal(torch.get_rng_state(), self._states[0])
+        """Whether torch, Python or NumPy has drawn since."""
+        if not torch.equal(torch.get_rng_state(), self._states[0]):
+            return True
+        old: Any = self._states[2]
+        new: Any = np.random.get_state()
+        is_same = old[2] == new[2] and np.array_equal(old[1], new[1])
         return not is_same or random.getstate() != self._states[1]
 
 
@@ -47,9 +56,12 @@ class Generators:
 
     Args:
         loader: whose samplers may have generators of their own.
+        is_iterated: whether an iterator of the loader is there, which has drawn nothing but the
+            seed for its processes.
     """
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(self, loader: DataLoader[Any], *, is_iterated: bool = False) -> None:
+        self.is_iterated = is_iterated
         samplers = list(samplers_of(loader))
         owners = [getattr(each, "generator", None) for each in (loader, *samplers)]
         own = {id(each): each for each in owners if isinstance(each, torch.Generator)}
@@ -100,6 +112,9 @@ class Order:
         self._told = told
         self._count: int | None = None
         """Samples of an epoch."""
+        batches: Any = loader.batch_sampler
+        self._is_long = isinstance(batches, Sized) and len(batches) > _MANY_BATCHES
+        self._batches: Iterator[Any] = iter(())
         self._epochs: dict[int, array[int]] = {}
         self._drawn = -1
         """Number of the last epoch that was drawn."""
@@ -124,22 +139,25 @@ class Order:
     def _draw(self) -> array[int]:
         before = Generators(self._loader)
         self._next.restore()
-        for sampler, first in self._told:
-            sampler.set_epoch(first + self._drawn)
         try:
-            # As an iterator of the loader does for its processes.
-            torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
-            batches: Any = self._loader.batch_sampler
-            drawn = [[int(index) for index in batch] for batch in batches]
+            if self._drawn == 0 or not self._is_long:
+                for sampler, first in self._told:
+                    sampler.set_epoch(first + self._drawn)
+                if not self._next.is_iterated:  # as an iterator of the loader for its processes
+                    torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
+                self._batches = iter(self._loader.batch_sampler or ())
+            limit = _PART if self._is_long else None
+            drawn = [[int(index) for index in batch] for batch in islice(self._batches, limit)]
             indices = array("q", (index for batch in drawn for index in batch))
             self._next = Generators(self._loader)
         finally:
             before.restore()
         sizes, size = list(map(len, drawn)), batch_size_of(self._loader)
+        kind = type(self._loader.batch_sampler).__name__
         if size is not None and (set(sizes[:-1]) - {size} or max(sizes, default=0) > size):
             other = next(each for each in sizes if each != size)
             raise CaptureError(
-                f"the batch_sampler of the DataLoader ({type(batches).__name__}) gives a batch of "
+                f"the batch_sampler of the DataLoader ({kind}) gives a batch of "
                 f"{plural(other, 'sample')}, and those of a job have training.batch_size samples, "
                 f"{size} by the batch_size of the sampler",
                 hint="let it give batches of this size, of which the last alone may be smaller; or "
@@ -147,10 +165,10 @@ class Order:
             )
         self._count = len(indices) if self._count is None else self._count
         if len(indices) != self._count:
+            epoch = f"{_PART} batches" if self._is_long else "epoch"
             raise CaptureError(
-                f"the sampler of the DataLoader ({type(batches).__name__}) gives "
-                f"{plural(len(indices), 'sample')} in epoch {self._drawn + 1}, and {self._count} "
-                "in the first one",
+                f"the sampler of the DataLoader ({kind}) gives {plural(len(indices), 'sample')} in "
+                f"{epoch} {self._drawn + 1}, and {self._count} in the first one",
                 hint="let it give as many in every epoch",
             )
         return indices

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from pipectl.errors import CaptureError
 from pipectl.script.hooks import Loading, Seen
@@ -39,6 +39,10 @@ from pipectl.script.recorder import Recording, at
 from pipectl.script.run import Command, run_script
 
 _UNFOLLOWED = {"item", "__float__", "__int__", "__index__"}
+_MAKE = (
+    "make tensors of samples (by a tokenizer, torch.tensor or torch.from_numpy) in the Dataset or "
+    "the collate_fn, not in the loop; or "
+)
 _WRAP = """let a DataLoader give it, so that pipectl can draw samples. Tensors as samples:
     dataset = torch.utils.data.TensorDataset(x, y)
 a list of pairs of tensors is a dataset as it is (pad sequences to one length). Windows of a text:
@@ -154,7 +158,7 @@ class Parts:
     def dataset(self) -> Any:
         """Return the training data, in the script's order."""
         inputs, targets = self.program.batch_leaves()
-        collate = Collate(self.loader.collate_fn, inputs, targets, self.command.place)
+        collate = Collate(self.loader.collate_fn, inputs, targets, self.seen.place)
         return samples_of(self.loader, collate, self.loading.start, self.told_epochs)
 
     @property
@@ -180,7 +184,7 @@ class Parts:
                 "self.val_loader or loaders['val']; or name a function that returns the dataset",
             )
         inputs, targets = self.program.batch_leaves()
-        collate = Collate(loader.collate_fn, inputs, targets, self.command.place)
+        collate = Collate(loader.collate_fn, inputs, targets, self.seen.place)
         return held_out_samples(loader, collate)
 
     def loss(self, *, adds_up: bool) -> Callable[[Any, Any], Tensor]:
@@ -284,7 +288,8 @@ def _loading_of(seen: Seen, recording: Recording) -> Loading:
         calls = [entry for entry in recording.entries if entry.is_module]
         place = calls[0].place if calls else recording.place
         raise CaptureError(
-            f"{at(place)}: the model is called with data that no DataLoader has given", hint=_WRAP
+            f"{at(place)}: the model is called with data that no DataLoader has given",
+            hint=(_MAKE if seen.loadings else "") + _WRAP,
         )
     if len(recording.batches) > 1:
         raise CaptureError(
@@ -296,20 +301,37 @@ def _loading_of(seen: Seen, recording: Recording) -> Loading:
 
 
 def _refuse_batch_behind(loading: Loading, recording: Recording) -> None:
-    """Refuse batches whose samples are in another dimension than the first."""
-    size, needed = loading.loader.batch_size, Program(recording.entries, recording.loss).needed
-    if size is not None and isinstance(loading.loader.dataset, Sized):
-        size = min(size, len(loading.loader.dataset))
+    """Refuse batches whose samples are in another dimension than the first, or in none."""
+    dataset: Any = loading.loader.dataset
+    size = loading.loader.batch_size
+    if size is None:
+        return
+    is_sized = isinstance(dataset, Sized) and not isinstance(dataset, IterableDataset)
+    size = min(size, len(dataset)) if is_sized else size
+    needed = Program(recording.entries, recording.loss).needed
     refs = (ref for index in needed for ref in recording.entries[index].refs)
     for path in dict.fromkeys(ref.path for ref in refs if ref.entry == BATCH):
         leaf = reach(recording.batch, path)
-        if isinstance(leaf, Tensor) and leaf.shape[:1] != (size,) and size in leaf.shape[1:]:
-            raise CaptureError(
-                f"{at(loading.place)}: {name_of(path)} of a batch of {size} samples has the shape "
-                f"{list(leaf.shape)}: the samples are not its first dimension",
-                hint="let the collate_fn put them there (pad_sequence(..., batch_first=True)), and "
-                "the model read them so (batch_first=True of nn.Transformer, nn.LSTM and so on)",
-            )
+        if not isinstance(leaf, Tensor) or leaf.shape[:1] == (size,):
+            continue
+        is_of_sample = any(
+            isinstance(each, list | tuple) and len(each) == size
+            for each in (reach(recording.batch, path[:depth]) for depth in range(len(path)))
+        )
+        if size in leaf.shape[1:] and not is_of_sample:
+            hint = "let the collate_fn put them there (pad_sequence(..., batch_first=True)), and "
+            hint += "the model read them so (batch_first=True of nn.Transformer, nn.LSTM and so on)"
+        elif is_sized:
+            hint = "let the collate_fn pad what samples have to one length and torch.stack it, "
+            hint += "instead of a list of samples or their concatenation (an EmbeddingBag reads "
+            hint += "stacked samples without offsets, and leaves out its padding_idx)"
+        else:
+            continue
+        raise CaptureError(
+            f"{at(loading.place)}: {name_of(path)} of a batch of {size} samples has the shape "
+            f"{list(leaf.shape)}: the samples are not its first dimension",
+            hint=hint,
+        )
 
 
 def _refuse_other_optimizers(seen: Seen) -> None:

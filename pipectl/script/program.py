@@ -8,11 +8,12 @@ themselves are not recorded: they are called, and captured as any model is.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +47,26 @@ class Outer:
     """A tensor that the script made before the step."""
 
     tensor: Tensor
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Holder:
+    """An object of a class of the script or a library that holds tensors in attributes.
+
+    Args:
+        pattern: an object of this class.
+        attributes: those that hold tensors, with :class:`Ref` and so on in their places.
+    """
+
+    pattern: Any
+    attributes: dict[str, Any]
+
+    def made(self, change: Callable[[Any], Any]) -> Any:
+        """Return such an object of changed parts."""
+        new = copy.copy(self.pattern)
+        for name, value in self.attributes.items():
+            object.__setattr__(new, name, rebuilt(value, change, makes=True))
+        return new
 
 
 class _Device:
@@ -194,7 +215,8 @@ class Program:
             if index in values:
                 continue
             entry = self.entries[index]
-            args, kwargs = rebuilt(entry.args, value), rebuilt(entry.kwargs, value)
+            args = rebuilt(entry.args, value, makes=True)
+            kwargs = rebuilt(entry.kwargs, value, makes=True)
             target = model.get_submodule(entry.target) if entry.is_module else entry.target
             with _no_autocast(device) if not entry.autocast else nullcontext():
                 result = entry.caller(target, args, kwargs)
@@ -258,26 +280,60 @@ def reach(value: Any, path: Path) -> Any:
     return value
 
 
-def leaves_of(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
-    """Yield the tensors within lists, tuples, mappings and dataclasses, with their paths."""
+def leaves_of(
+    value: Any, path: Path = (), around: tuple[Any, ...] = ()
+) -> Iterator[tuple[Path, Tensor]]:
+    """Yield the tensors within lists, tuples, mappings and attributes of objects, with their paths.
+
+    Args:
+        around: the objects that hold the value.
+    """
     if isinstance(value, Tensor):
         yield path, value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from leaves_of(item, (*path, ("item", key)))
+            yield from leaves_of(item, (*path, ("item", key)), around)
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
-            yield from leaves_of(item, (*path, ("item", index)))
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from leaves_of(getattr(value, field.name), (*path, ("attr", field.name)))
+            yield from leaves_of(item, (*path, ("item", index)), around)
+    elif not any(value is other for other in around) and len(around) < _MAX_DEPTH:
+        for name, item in attributes_of(value).items():
+            yield from leaves_of(item, (*path, ("attr", name)), (*around, value))
+
+
+_MAX_DEPTH = 3
+"""Of objects within objects in which tensors are looked for."""
+_NO_HOLDERS = (type, ModuleType, FunctionType, nn.Module)
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object that may hold tensors of a batch."""
+    if isinstance(value, (Tensor, *_NO_HOLDERS)) or not hasattr(value, "__dict__"):
+        return {}
+    return dict(vars(value))
+
+
+def as_given(value: Any) -> Any:
+    """Return a copy of a batch that stays as it is if the script takes items out of the batch."""
+
+    def copied(item: Any, around: tuple[Any, ...] = ()) -> Any:
+        inner = {
+            name: rebuilt(held, lambda x: copied(x, (*around, item)))
+            for name, held in attributes_of(item).items()
+            if next(leaves_of(held, around=(*around, item)), None) is not None
+        }
+        return Holder(item, inner).made(lambda x: x) if inner else item
+
+    return rebuilt(value, copied)
 
 
 def parts(value: Any) -> Iterator[Any]:
     """Yield everything within lists, tuples, dicts and slices that is none of these."""
-    if isinstance(value, Ref | State) or not isinstance(value, list | tuple | dict | slice):
+    if isinstance(value, Holder):
+        yield from parts(value.attributes)
+    elif isinstance(value, Ref | State) or not isinstance(value, list | tuple | Mapping | slice):
         yield value
-    elif isinstance(value, dict):
+    elif isinstance(value, Mapping):
         for item in value.values():
             yield from parts(item)
     elif isinstance(value, slice):
@@ -287,21 +343,41 @@ def parts(value: Any) -> Iterator[Any]:
             yield from parts(item)
 
 
-def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return the same lists, tuples, dicts and slices of changed parts."""
+def rebuilt(value: Any, change: Callable[[Any], Any], *, makes: bool = False) -> Any:
+    """Return the same lists, tuples, mappings and slices of changed parts.
+
+    Args:
+        makes: whether to make the objects that :class:`Holder` describes.
+    """
+    if isinstance(value, Holder):
+        if makes:
+            return value.made(change)
+        return Holder(value.pattern, rebuilt(value.attributes, change))
     if isinstance(value, Ref | State):
         return change(value)
     if isinstance(value, slice):
-        return slice(*(rebuilt(x, change) for x in (value.start, value.stop, value.step)))
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(rebuilt(item, change) for item in value))
-    if isinstance(value, tuple):
-        return tuple(rebuilt(item, change) for item in value)
-    if isinstance(value, list):
-        return [rebuilt(item, change) for item in value]
+        own = (value.start, value.stop, value.step)
+        return slice(*(rebuilt(x, change, makes=makes) for x in own))
+    if isinstance(value, list | tuple):
+        items = [rebuilt(item, change, makes=makes) for item in value]
+        if hasattr(value, "_fields"):
+            return type(value)(*items)
+        return tuple(items) if isinstance(value, tuple) else items
     if isinstance(value, Mapping):
-        return {key: rebuilt(item, change) for key, item in value.items()}
+        pairs = {key: rebuilt(item, change, makes=makes) for key, item in value.items()}
+        return pairs if type(value) is dict else _mapping_like(value, pairs)
     return change(value)
+
+
+def _mapping_like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
+    """Return a mapping of the same class, such as the ModelOutput of transformers."""
+    try:
+        other: Any = copy.copy(value)
+        for key, item in items.items():
+            other[key] = item
+    except Exception:  # a mapping that takes none
+        return items
+    return other if other is not value else items
 
 
 def plain_number(value: Any) -> bool:

@@ -10,7 +10,7 @@ entry, whatever happens in it. Sizes of tensors, and numbers taken out of them, 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -27,10 +27,13 @@ from pipectl.script.program import (
     BATCH,
     DEVICE,
     Entry,
+    Holder,
     Outer,
     Place,
     Program,
     Ref,
+    as_given,
+    attributes_of,
     leaves_of,
     parts,
     plain_number,
@@ -75,12 +78,16 @@ _KEPT_BATCHES = 4
 
 def script_place() -> Place:
     """Return the innermost line of user code that is being run; ("", 0) if there is none."""
+    return next(script_places(), ("", 0))
+
+
+def script_places() -> Iterator[Place]:
+    """Yield the lines of user code that are being run, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if is_user_code(frame.f_code.co_filename):
-            return frame.f_code.co_filename, frame.f_lineno
+            yield frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
-    return "", 0
 
 
 def at(place: Place) -> str:
@@ -204,7 +211,7 @@ class Recorder(TorchFunctionMode):
             self._paused = None
 
     def _add_batch(self, number: int, batch: Any) -> None:
-        self._batches[number] = batch
+        self._batches[number] = as_given(batch)
         entry = BATCH - len(self._batches) + 1  # -1, -2, ...
         for path, tensor in leaves_of(batch):
             self._remember(tensor, Ref(entry, path))
@@ -417,6 +424,13 @@ class Recorder(TorchFunctionMode):
             return value.ref if is_current else type(value).__mro__[2](value)
         if isinstance(value, Tensor):
             return Outer(value)
+        held = {
+            name: self._pack(item)
+            for name, item in attributes_of(value).items()
+            if any(id(tensor) in self._refs for _, tensor in leaves_of(item, around=(value,)))
+        }
+        if held:
+            return Holder(value, held)
         return DEVICE if isinstance(value, torch.device) else value
 
     def _begun(self) -> Before | None:

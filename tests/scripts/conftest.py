@@ -18,7 +18,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 criterion = nn.CrossEntropyLoss()
 {before}
 for epoch in range({epochs}):
-    for x, y in loader:
+    for {names} in loader:
         optimizer.zero_grad()
 {loop}
         optimizer.step()
@@ -34,11 +34,12 @@ class Refused:
     loop: str = BACKWARD
     before: str = ""
     epochs: int = 1
+    names: str = "x, y"
 
     @property
     def script(self) -> str:
         loop = indent(self.loop, "    ")
-        return COMMON.format(before=self.before, loop=loop, epochs=self.epochs)
+        return COMMON.format(before=self.before, loop=loop, epochs=self.epochs, names=self.names)
 
 
 REFUSED = {
@@ -163,6 +164,20 @@ REFUSED |= {
         f"    for _ in range(2):\n{indent(LOGITS, '    ')}        loss.backward()  # here\n"
         "        optimizer.step()\n        optimizer.zero_grad()\n    continue",
     ),
+    "processes": Refused(
+        "starts processes that train",
+        before="import torch.multiprocessing as mp\nmp.spawn(print, nprocs=2)  # here",
+    ),
+    "tensors made in the loop": Refused(
+        "that no DataLoader has given",
+        "    x = torch.from_numpy(x.numpy() * 2)\n"
+        "    loss = model(x).pow(2).mean()  # here\n    loss.backward()",
+    ),
+    "texts in the loop": Refused(
+        "tensor reads",
+        "    numbers = torch.tensor([len(str(v)) + v for v in y.tolist()])  # here\n"
+        "    loss = criterion(model(x * numbers[:, None]), y)\n    loss.backward()",
+    ),
     "LBFGS": Refused(
         "LBFGS.step() computes the loss again",
         "    def closure():\n        optimizer.zero_grad()\n        loss = criterion(model(x), y)\n"
@@ -226,6 +241,45 @@ FOLLOWED = {
         "step = 0",
     ),
     "closures": Refused("the script ends after 2", CLOSURES, "step = 0"),
+    "batches of a class": Refused(
+        "",
+        "    loss = criterion(net(batch.moved()), batch.y)\n    loss.backward()",
+        """
+class Batch:
+    def __init__(self, x, y): self.x, self.y = x, y
+    def moved(self): return Batch(self.x.to("cpu"), self.y)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = model
+    def forward(self, batch): return self.inner(batch.x)
+net = Net()
+loader = DataLoader(data, 8, collate_fn=lambda samples: Batch(*map(torch.stack, zip(*samples))))
+""",
+        names="batch",
+    ),
+    "outputs of a class": Refused(
+        "",
+        "    q = net(x)\n    p = torch.distributions.Normal(torch.zeros_like(q.loc), 1.0)\n"
+        "    loss = torch.distributions.kl_divergence(q, p).mean()\n"
+        "    loss = loss - q.log_prob(y[:, None]).mean()\n    loss.backward()",
+        """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = model
+    def forward(self, x): return torch.distributions.Normal(self.inner(x), 1.0)
+net = Net()
+""",
+    ),
+    "items taken out of the batch": Refused(
+        "",
+        "    y = batch.pop('y')\n    batch['x'] = batch['x'] / 2\n"
+        "    loss = criterion(model(batch['x']), y)\n    loss.backward()",
+        "def named(samples): return dict(zip('xy', map(torch.stack, zip(*samples))))\n"
+        "loader = DataLoader(data, 8, collate_fn=named)",
+        names="batch",
+    ),
     "a model that is moved": Refused("", f"{BACKWARD}\n    model.to('cpu')"),
     "gradients set to zero": Refused("", f"    optimizer.zero_grad(set_to_none=False)\n{BACKWARD}"),
     "other random numbers": Refused(
@@ -310,7 +364,7 @@ for epoch in range(9):
 @pytest.fixture
 def beginning():
     """What precedes the loop."""
-    return COMMON.format(before="", loop="", epochs=1).partition("for epoch")[0]
+    return COMMON.format(before="", loop="", epochs=1, names="x, y").partition("for epoch")[0]
 
 
 @pytest.fixture

@@ -1,10 +1,13 @@
 """How many steps a script makes, in which order it reads samples, and what init says of losses."""
 
+import signal
+import sys
+
 import pytest
 import torch
 
 from pipectl.errors import CaptureError
-from pipectl.script import Command, Parts
+from pipectl.script import Command, Parts, order
 from pipectl.script.findings import findings_of, steps_of
 from pipectl.script.halves import Kind, kind_of_loss
 from pipectl.script.later import compare_steps
@@ -30,6 +33,23 @@ ENDS = {
         6,
     ),
     "while": ("while number < 7:\n    for x, y in loader:\n        {step}\n        number += 1", 7),
+    "asks for None, and counts in an object": (
+        "args = type('Args', (), dict(number=0, steps=5))\nfor epoch in range(9):\n"
+        "    for x, y in loader:\n        {step}\n        args.number += 1\n"
+        "        if args.steps is not None and args.number > args.steps: break\n"
+        "    if args.number > args.steps: break",
+        6,
+    ),
+    "while it is no more": (
+        "while number <= 6:\n    for x, y in loader:\n        {step}\n        number += 1",
+        7,
+    ),
+    "folds": (
+        "for fold in range(3):\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "    for epoch in range(2):\n        for x, y in loader:\n            {step}",
+        8,
+    ),
     "counts before the step": (
         "for epoch in range(2):\n    for x, y in loader:\n        number += 1\n        {step}\n"
         "        if number >= 6: break",
@@ -101,6 +121,85 @@ def test_a_break_of_another_kind_is_named(beginning, tmp_path):
     assert found.training["steps"] == 6
 
 
+def test_a_loop_over_folds_is_named(beginning, tmp_path):
+    command = written(tmp_path, beginning, ENDS["folds"][0])
+    found = findings_of(Parts.of(command), compare_steps(command))
+    lines = (tmp_path / "script.py").read_text().splitlines()
+    named = [each for each in found.differs if "first round" in each.value]
+    assert [lines[each.place[1] - 1] for each in named] == ["for fold in range(3):"]
+
+
+def test_an_epoch_without_end_is_drawn_part_by_part(beginning, tmp_path, monkeypatch):
+    """minGPT trains so: all samples of such an epoch would fill any memory."""
+    monkeypatch.setattr(order, "_PART", 3)
+    text = (
+        "endless = torch.utils.data.RandomSampler(data, True, 10**10)\n"
+        "for x, y in DataLoader(data, batch_size=8, sampler=endless):\n"
+        "    order.append(x[:, 0])\n    if number == 8: break\n    number += 1\n    {step}"
+    )
+    command = written(tmp_path, beginning, text)
+    space: dict[str, list[torch.Tensor]] = {}
+    exec((tmp_path / "script.py").read_text(), space)
+    wanted = torch.cat(space["order"]).reshape(3, 24)
+    data = Parts.of(command).dataset()
+    for epoch in (0, 2, 1, 0):
+        torch.manual_seed(epoch)
+        before = torch.get_rng_state()
+        assert [data[i][0][0] for i in data.order(epoch)] == wanted[epoch].tolist()
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_iterator_that_is_made_early_draws_its_order_when_it_is_read(beginning, tmp_path):
+    text = (
+        "stream = iter(loader)\ntorch.rand(3)\n"
+        "while True:\n    x, y = next(stream)\n    order.append(x[:, 0])\n    {step}\n"
+        "    if len(order) == 4: break"
+    )
+    command = written(tmp_path, beginning, text)
+    space: dict[str, list[torch.Tensor]] = {}
+    exec((tmp_path / "script.py").read_text(), space)
+    data = Parts.of(command).dataset()
+    wanted = torch.cat(space["order"]).tolist()
+    assert [data[i][0][0] for i in data.order(0)] == wanted
+
+
+def test_len_of_a_batch_in_another_file_is_its_size(beginning, tmp_path):
+    """Otherwise the losses of micro-batches would be divided by the samples of the first batch."""
+    (tmp_path / "steps.py").write_text("def mean(losses, x): return losses.sum() / len(x)\n")
+    text = (
+        "from steps import mean\ncriterion = nn.CrossEntropyLoss(reduction='none')\n"
+        "for x, y in loader:\n    mean(criterion(model(x), y), x).backward()\n    optimizer.step()"
+    )
+    assert kind_of_loss(Parts.of(written(tmp_path, beginning, text))) is Kind.MEAN
+    assert "len" not in vars(sys.modules.pop("steps"))
+
+
+def test_samples_are_read_in_the_directory_that_the_script_is_in(beginning, tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "sample").write_text("0.5")
+    text = (
+        "import os\nfrom pathlib import Path\nos.chdir(Path(__file__).parent / 'data')\n"
+        "class Files(torch.utils.data.Dataset):\n    def __len__(self): return 8\n"
+        "    def __getitem__(self, i): return torch.ones(4) * float(open('sample').read()), 0\n"
+        "for x, y in DataLoader(Files(), batch_size=8):\n    {step}"
+    )
+    data = Parts.of(written(tmp_path, beginning, text)).dataset()
+    assert data[0][0][0] == 0.5
+    assert data.collate_fn([data[0]])["inputs"]["0"].shape == (1, 4)
+
+
+def test_a_script_that_ends_writes_nothing_and_leaves_no_handlers(beginning, tmp_path):
+    before = signal.getsignal(signal.SIGUSR1)
+    text = (
+        "import signal\nsignal.signal(signal.SIGUSR1, lambda *_: None)\ntry:\n"
+        "    for x, y in loader:\n        {step}\nfinally:\n"
+        "    torch.save(model.state_dict(), 'model.pt')\n    open('done', 'w')"
+    )
+    Parts.of(written(tmp_path, beginning, text))
+    assert [each.name for each in tmp_path.iterdir()] == ["script.py"]
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
 @pytest.mark.parametrize("text", [TOLD, COUNTS], ids=["told", "counts"])
 def test_epochs_have_the_order_that_the_sampler_gives_in_the_script(beginning, tmp_path, text):
     command = written(tmp_path, beginning, text)
@@ -112,6 +211,54 @@ def test_epochs_have_the_order_that_the_sampler_gives_in_the_script(beginning, t
         for epoch in (0, 1, 2, 0):
             batch = data.collate_fn([data[i] for i in data.order(epoch)])
             assert torch.equal(batch["inputs"]["0"][:, 0], wanted[epoch])
+
+
+@pytest.mark.parametrize("kind", ["tuple(zip(*samples))", "(torch.cat([x for x, _ in samples]),)"])
+def test_batches_that_are_no_stacked_samples_are_refused(beginning, tmp_path, kind):
+    """Pictures of several sizes are lists, and texts of several lengths one long text."""
+    text = (
+        f"def joined(samples): return {kind}\n"
+        "loader = DataLoader(data, batch_size=8, collate_fn=joined)\n"
+        "for x in loader:\n    x = torch.cat([each.reshape(-1) for each in x[0]]).reshape(-1, 4)\n"
+        "    model(x).pow(2).mean().backward()\n    optimizer.step()"
+    )
+    with pytest.raises(CaptureError, match=r"script.py:\d+: 0(.0)? of a batch of 8") as caught:
+        Parts.of(written(tmp_path, beginning, text))
+    assert "torch.stack" in caught.value.hint
+
+
+def test_what_is_only_computed_of_a_whole_batch_is_named(beginning, tmp_path):
+    text = (
+        "for x, y in loader:\n    z = model(x)\n"
+        "    loss = (z @ z.T - torch.eye(4 * 2)).pow(2).mean()  # here\n"
+        "    loss.backward()\n    optimizer.step()"
+    )
+    command = written(tmp_path, beginning, text)
+    found = findings_of(Parts.of(command), compare_steps(command))
+    (named,) = [each for each in found.differs if each.what == "loss"]
+    assert "take the number of samples from the batch" in named.value
+    assert "# here" in (tmp_path / "script.py").read_text().splitlines()[named.place[1] - 1]
+
+
+@pytest.mark.parametrize(
+    ("drawn", "what"),
+    [
+        ("numbers.random()", "samples"),
+        ("np.random.rand()", "random numbers"),
+    ],
+)
+def test_samples_that_are_others_when_they_are_read_again_are_named(
+    beginning, tmp_path, drawn, what
+):
+    text = (
+        "import numpy as np\nnumbers = np.random.default_rng(3)\n"
+        "class Noisy(torch.utils.data.Dataset):\n    def __len__(self): return 16\n"
+        f"    def __getitem__(self, i): return data[i][0] + {drawn}, data[i][1]\n"
+        "for x, y in DataLoader(Noisy(), batch_size=4):\n    {step}"
+    )
+    command = written(tmp_path, beginning, text)
+    found = findings_of(Parts.of(command), compare_steps(command))
+    assert [each.what for each in found.differs] == [what]
 
 
 def test_batches_whose_samples_are_not_the_first_dimension_are_refused(beginning, tmp_path):

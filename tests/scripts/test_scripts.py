@@ -41,6 +41,8 @@ PACKAGES = {
     "sft_trl": "trl",
 }
 """The scripts, and what each needs."""
+MORE = ("graphs_in_batches", "trainer_class", "micro_steps")
+NAMES = [*PACKAGES, *(pytest.param(name, marks=pytest.mark.product) for name in MORE)]
 WHOLE = {"digits_cnn", "amp_accumulation"}
 """Scripts whose batches are not divided: a batch norm computes with the samples of a micro-batch,
 and gradients in 16 bits are rounded by micro-batches."""
@@ -77,10 +79,10 @@ def job_of(tmp_path, monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("name", PACKAGES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_script_trains_as_by_itself(job_of, tmp_path, monkeypatch, name):
     """The model's graph is captured, too; that pipelines train what it says is held elsewhere."""
-    pytest.importorskip(PACKAGES[name])
+    pytest.importorskip(PACKAGES.get(name, "torch"))
     monkeypatch.chdir(tmp_path)
     spec, accumulated = job_of(f"{name}.py")
     own = own_losses(Command.of(spec), STEPS)
@@ -94,10 +96,13 @@ def test_a_script_trains_as_by_itself(job_of, tmp_path, monkeypatch, name):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[] if n in ON_RANKS else [pytest.mark.product]) for n in PACKAGES],
+    [
+        pytest.param(n, marks=[] if n in ON_RANKS else [pytest.mark.product])
+        for n in (*PACKAGES, *MORE)
+    ],
 )
 def test_a_script_trains_on_two_ranks_as_by_itself(job_of, tmp_path, run_in, train, name):
-    pytest.importorskip(PACKAGES[name])
+    pytest.importorskip(PACKAGES.get(name, "torch"))
     spec, accumulated = job_of(f"{name}.py")
     count = accumulated if name in WHOLE else 2 * accumulated
     spec = spec.model_copy(
