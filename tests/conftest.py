@@ -391,7 +391,8 @@ def profile_of() -> Callable[[Any], Any]:
     what they refuse.
     """
     from pipectl.jobs.profiles import this_device
-    from pipectl.profile import Profile, SplitBackward, StageOverhead
+    from pipectl.profile import Profile
+    from pipectl.profile_parts import SplitBackward, StageOverhead
     from pipectl.profiler import effort, profile_job
     from pipectl.profiler.fit import Fit
 

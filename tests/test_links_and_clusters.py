@@ -17,7 +17,8 @@ from pipectl.errors import DataFileError
 from pipectl.fields import read_value, write_value
 from pipectl.jobs.output import UNKNOWN_ROWS, complete_cluster
 from pipectl.link import BySize, Link, Observed, RowTimes, measured_link, seconds_of
-from pipectl.profile import MeasuredOn, Profile
+from pipectl.profile import Profile
+from pipectl.profile_parts import MeasuredOn
 from pipectl.spec import JobSpec
 from pipectl.spec.load import SpecFile
 

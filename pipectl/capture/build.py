@@ -17,7 +17,7 @@ from pipectl.capture.randomness import seed_everything, seed_of
 from pipectl.errors import CaptureError
 from pipectl.script import Command, Parts
 from pipectl.spec import JobSpec
-from pipectl.spec.models import Factory
+from pipectl.spec.code_sections import Factory
 
 
 def build_model(spec: JobSpec, deferred: Deferred | None = None) -> nn.Module:

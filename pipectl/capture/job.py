@@ -51,7 +51,7 @@ from pipectl.capture.writes import refuse_writes
 from pipectl.errors import CaptureError
 from pipectl.faults import fault_of, is_ours
 from pipectl.spec import JobSpec
-from pipectl.spec.models import Factory
+from pipectl.spec.code_sections import Factory
 from pipectl.torch_api import pytree
 
 _TOO_SMALL = Refusal.SINGLE_VALUE, Refusal.ONE_SAMPLE

@@ -39,7 +39,8 @@ from pipectl.jobs.output import is_fresh
 from pipectl.jobs.rows import MEASURE_AGAIN, start_row_probe
 from pipectl.jobs.variables import variables_set
 from pipectl.link import RowTimes
-from pipectl.profile import MeasuredOn, Profile
+from pipectl.profile import Profile
+from pipectl.profile_parts import MeasuredOn
 from pipectl.runs.code import Code
 from pipectl.spec import profile_key
 from pipectl.spec.code import active, using

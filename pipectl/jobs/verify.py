@@ -33,10 +33,10 @@ from pipectl.jobs.state import poll
 from pipectl.jobs.submit import submit
 from pipectl.jobs.variables import variables_set
 from pipectl.plan import Plan
-from pipectl.profile import SEEDED_HINT, Readings
+from pipectl.profile_parts import SEEDED_HINT, Readings
 from pipectl.runs import RunDirectory
 from pipectl.spec import dump, load
-from pipectl.spec.models import Optimizer
+from pipectl.spec.code_sections import Optimizer
 from pipectl.units import Report, format_bytes
 
 if TYPE_CHECKING:

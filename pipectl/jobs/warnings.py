@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pipectl.profile import SEEDED_HINT, Profile
+from pipectl.profile import Profile
+from pipectl.profile_parts import SEEDED_HINT
 from pipectl.spec import JobSpec, evaluation_key
 from pipectl.units import shorten
 

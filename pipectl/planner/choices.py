@@ -8,7 +8,8 @@ from math import ceil, log
 
 from pipectl.errors import InfeasibleError
 from pipectl.planner.request import OPEN, PlanRequest
-from pipectl.profile import Profile, SmallestMicroBatch
+from pipectl.profile import Profile
+from pipectl.profile_parts import SmallestMicroBatch
 from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
 from pipectl.schedule.order import Shape
 from pipectl.units import plural

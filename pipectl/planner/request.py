@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from pipectl.cluster import Cluster, OffloadTarget
 from pipectl.errors import OutOfTimeError
 from pipectl.plan import Plan, Replication
-from pipectl.profile import Profile, SmallestMicroBatch
+from pipectl.profile import Profile
+from pipectl.profile_parts import SmallestMicroBatch
 from pipectl.schedule import SCHEDULES
 from pipectl.schedule.interleaved import INTERLEAVED
 from pipectl.schedule.listed import Listed

@@ -30,7 +30,8 @@ from pipectl.arrays import Floats
 from pipectl.plan import Plan, Replication, Segments, Stage, StagePeaks
 from pipectl.planner.costs.footprint import Footprint, Footprints
 from pipectl.planner.costs.stage_costs import OperatorTimes, stage_times
-from pipectl.profile import Operator, Profile
+from pipectl.profile import Profile
+from pipectl.profile_parts import Operator
 
 LIMITS = tuple(0.7**power for power in range(1, 13))
 """Limits on the saved bytes of a segment, relative to the stage."""

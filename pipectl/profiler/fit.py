@@ -29,7 +29,8 @@ from pipectl.planner.costs.stage_costs import (
     split_operators,
     stage_times,
 )
-from pipectl.profile import Profile, SplitBackward, StageOverhead
+from pipectl.profile import Profile
+from pipectl.profile_parts import SplitBackward, StageOverhead
 
 Floats = npt.NDArray[np.float64]
 CACHE_SHARES = (0.25, 0.5, 0.75, 1.0, 1.5)

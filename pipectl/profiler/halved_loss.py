@@ -41,7 +41,7 @@ from pipectl.capture.slices import Rows, is_batch_norm
 from pipectl.capture.tensors import fill_sample, is_deferred, tensors_in
 from pipectl.errors import CaptureError, PipectlError
 from pipectl.faults import fault_of, is_ours, user_line
-from pipectl.profile import HalvedLoss
+from pipectl.profile_parts import HalvedLoss
 from pipectl.runtime.device import Device
 from pipectl.runtime.stage import MicroBatch, Stage
 from pipectl.torch_api import BatchNorm, Dropout, pytree

@@ -19,7 +19,8 @@ from pipectl.capture.tensors import is_deferred
 from pipectl.errors import CaptureError
 from pipectl.faults import is_ours
 from pipectl.planner.costs.footprint import Footprints
-from pipectl.profile import MeasuredOn, Operator, Profile, SmallestMicroBatch
+from pipectl.profile import Profile
+from pipectl.profile_parts import MeasuredOn, Operator, SmallestMicroBatch
 from pipectl.profiler.bench import MeasuredTimes, Subject, time_operators, time_stages
 from pipectl.profiler.effort import Effort, Work, measured_sizes, sizes_from
 from pipectl.profiler.fit import CACHE_SHARES, DISTURBED, Fit, fit_stages

@@ -26,7 +26,7 @@ from pipectl.capture.patches import hooks_on_saved_tensors
 from pipectl.capture.regions import WHOLE, arithmetic, missing_kernels, region_of
 from pipectl.capture.stage import on_device, place_subgraphs
 from pipectl.capture.tensors import fill_sample, is_deferred, storage_of, storages_in, tensors_in
-from pipectl.profile import Operator, OperatorMemory
+from pipectl.profile_parts import Operator, OperatorMemory
 from pipectl.profiler.bench import Subject
 from pipectl.profiler.journal import Journal
 from pipectl.profiler.machine import clock_of, record_allocated

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipectl.capture import CapturedJob
 from pipectl.capture.tensors import is_deferred
-from pipectl.profile import OptimizerCost, StepMemory
+from pipectl.profile_parts import OptimizerCost, StepMemory
 from pipectl.profiler.machine import clock_of, last_level_bytes, record_allocated
 from pipectl.profiler.trial import as_refusal
 from pipectl.runtime.device import Device

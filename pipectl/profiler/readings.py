@@ -32,7 +32,7 @@ from pipectl.capture.job import CapturedJob
 from pipectl.capture.model_with_loss import full_name
 from pipectl.errors import PipectlError
 from pipectl.hash_seed import VARIABLE
-from pipectl.profile import Readings
+from pipectl.profile_parts import Readings
 from pipectl.profiler.processes import print_nothing, start_processes
 from pipectl.spec import JobSpec
 from pipectl.spec.code import Snapshot, active, using

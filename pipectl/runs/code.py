@@ -22,7 +22,7 @@ from typing import Any, Literal
 from pipectl.errors import DataFileError, UsageError
 from pipectl.faults import is_user_code
 from pipectl.files import fault_of_owner, make_private_directory, read_limited, replace_file
-from pipectl.profile import LoadedFile
+from pipectl.profile_parts import LoadedFile
 from pipectl.runs.directory import RunDirectory
 from pipectl.runs.kept_code import (
     HINT,
@@ -36,7 +36,7 @@ from pipectl.runs.kept_code import (
 from pipectl.runs.project import python_files
 from pipectl.spec import JobSpec
 from pipectl.spec.code import Snapshot, content_of, loaded_files, read_source, using
-from pipectl.spec.models import factories_in
+from pipectl.spec.places import factories_in
 from pipectl.spec.references import Reference, loads_at_will
 
 MAX_FILES, MAX_BYTES = 2000, 2**24

@@ -52,7 +52,7 @@ class KeptFile:
         found: how it came to be known: an ``import`` names it, or the job; the code has loaded it
             in another way (``load``), so that names mean it only where its directory is searched;
             or it is ``beside`` code that loads files in other ways, and none has loaded it so far.
-        package: see :class:`pipectl.profile.LoadedFile`.
+        package: see :class:`pipectl.profile_parts.LoadedFile`.
     """
 
     path: Annotated[str, _ABSOLUTE]

@@ -23,7 +23,8 @@ from pipectl.capture.digests import checksum, sample_digests
 from pipectl.capture.model_with_loss import own_name
 from pipectl.errors import MismatchError, PipectlError
 from pipectl.plan import Plan
-from pipectl.profile import SEEDED_HINT, Profile, Readings
+from pipectl.profile import Profile
+from pipectl.profile_parts import SEEDED_HINT, Readings
 from pipectl.runtime.nodes import grouped, node_name
 from pipectl.runtime.waiting import gather_all, waiting
 from pipectl.schedule import program_hash

@@ -20,7 +20,7 @@ from pipectl.fields import leaves
 from pipectl.older_python import Self
 from pipectl.runs import RunDirectory
 from pipectl.spec import JobSpec
-from pipectl.spec.models import Factory
+from pipectl.spec.code_sections import Factory
 
 Tell = Callable[[dict[str, Any]], object]
 

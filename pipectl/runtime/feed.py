@@ -35,7 +35,8 @@ from pipectl.capture.data import Loader, Pieces, Samples
 from pipectl.capture.digests import Digests, digests_of
 from pipectl.capture.slices import Rows
 from pipectl.errors import WorkerError
-from pipectl.profile import Profile, Readings
+from pipectl.profile import Profile
+from pipectl.profile_parts import Readings
 from pipectl.runtime.parcels import Parcel, Post
 from pipectl.runtime.stage import Stage
 from pipectl.runtime.step import Batch, narrowed

@@ -24,7 +24,8 @@ from pipectl.cluster import Cluster
 from pipectl.errors import PipectlError, UsageError, lacks_memory
 from pipectl.files import read_json, write_json, write_text
 from pipectl.plan import Plan
-from pipectl.profile import Profile, Readings
+from pipectl.profile import Profile
+from pipectl.profile_parts import Readings
 from pipectl.runs import Heartbeat, RunDirectory, StartDirectory, start_of_job
 from pipectl.runs.code import keep_loaded, loaded_here, using_code_of
 from pipectl.runs.kept_code import changed_modules, read_code, without_copies

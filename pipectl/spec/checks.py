@@ -14,20 +14,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipectl.cluster import MAX_RANKS, TOO_MANY_RANKS
-from pipectl.directives import (
-    GPUS,
-    PBS_GPUS,
-    QSUB,
-    SBATCH,
-    SELECT_COUNT,
-    fault_of_option,
-    options_of,
-)
 from pipectl.hash_seed import MAX_SEED, RANDOM, VARIABLE, is_seed
-from pipectl.spec import models
+from pipectl.spec import code_sections, models
+from pipectl.spec.batch_checks import (
+    check_options,
+    check_pbs_gpus,
+    check_select,
+    check_slurm_gpus,
+)
 from pipectl.spec.code import is_source
-from pipectl.spec.document import MAX_DEPTH, KeyPath, escape, parse_scalar, resolve
-from pipectl.spec.launch import Container, Environment, Launch, Pbs, Resources, Slurm
+from pipectl.spec.document import MAX_DEPTH, Finding, KeyPath, escape, parse_scalar, resolve
+from pipectl.spec.launch import Container, Environment, Launch, Resources, Slurm
+from pipectl.spec.places import factories_in, files_in, is_within
 from pipectl.spec.references import (
     Reference,
     faults_of_use,
@@ -40,9 +38,6 @@ from pipectl.spec.types import SCHEDULE_SUFFIX
 if TYPE_CHECKING:
     from pipectl.schedule.combinations import Feature
     from pipectl.schedule.order import Schedule
-
-Finding = tuple[tuple[str | int, ...], str]
-"""The path of a key, and its fault."""
 
 _SBATCH = (
     "qos", "constraint", "reservation", "gres", "licenses", "nodelist", "exclude", "exclusive",
@@ -73,12 +68,6 @@ _WARM_UP = ("pipeline", "warm_up")
 _BACKWARD = ("pipeline", "backward")
 _DELAYED = "pipedream-2bw"
 """The schedule whose gradients are one update old in all stages."""
-_GRES = ("gres", "tres-per-task")
-_GPU_OPTIONS = {
-    "gres": "node", "gpus-per-node": "node", "gpus": "job", "G": "job", "gpus-per-task": "task",
-    "tres-per-task": "task", "gpus-per-socket": "socket",
-}  # fmt: skip
-"""Options of sbatch that ask for GPUs, and the unit that each counts them for."""
 _TRACKERS = frozenset({"tensorboard", "wandb", "mlflow"})
 """Keys of ``tracking``, which are the names of packages."""
 _PLACEHOLDER = "/path/to/"
@@ -112,9 +101,9 @@ def check_code(
             those of installed packages only if the job runs with this Python.
     """
     elsewhere = environment is None or _is_elsewhere(environment)
-    files = [(path, base / text) for path, text in models.files_in(data)]
+    files = [(path, base / text) for path, text in files_in(data)]
     factories = dict[Reference, tuple[str | int, ...]]()
-    for path, text, kwargs in models.factories_in(data):
+    for path, text, kwargs in factories_in(data):
         placeholders = ((x, y) for x, y in kwargs.items() if str(y).startswith(_PLACEHOLDER))
         for name, value in placeholders:
             if not Path(value).exists():
@@ -386,7 +375,7 @@ def _check_batch(pipeline: models.Pipeline, training: models.Training) -> Iterat
         yield _MICRO_BATCHES, f"{fault}; lower it or raise training.batch_size"
 
 
-def _check_buckets(data: models.Data) -> Iterator[Finding]:
+def _check_buckets(data: code_sections.Data) -> Iterator[Finding]:
     buckets = data.buckets
     if any(short >= long for short, long in pairwise(buckets)):
         yield ("data", "buckets"), f"{list(buckets)} must rise from one length to the next"
@@ -419,18 +408,18 @@ def _check_progress(launch: Launch, resources: Resources) -> Iterator[Finding]:
         yield ("launch", "progress"), f"{fault}; set it to 2 or more"
 
 
-def _check_loss(loss: models.Loss) -> Iterator[Finding]:
+def _check_loss(loss: code_sections.Loss) -> Iterator[Finding]:
     if loss.factory == "model" and loss.kwargs:
         yield ("loss", "kwargs"), "has no meaning if the model returns its loss"
 
 
 def _check_script(
-    script: models.Script | None,
-    model: models.Model,
-    loss: models.Loss,
-    data: models.Data,
-    optimizer: models.Optimizer,
-    lr_scheduler: models.Part | None,
+    script: code_sections.Script | None,
+    model: code_sections.Model,
+    loss: code_sections.Loss,
+    data: code_sections.Data,
+    optimizer: code_sections.Optimizer,
+    lr_scheduler: code_sections.Part | None,
     evaluation: models.Evaluation | None,
 ) -> Iterator[Finding]:
     parts = {"model": model, "loss": loss, "data": data, "optimizer": optimizer}
@@ -452,7 +441,7 @@ def _check_script(
         yield ("lr_scheduler",), "the script's is for its own optimizer; name one for yours"
 
 
-def _check_held_out(held_out: models.HeldOut, loss: models.Loss) -> Iterator[Finding]:
+def _check_held_out(held_out: code_sections.HeldOut, loss: code_sections.Loss) -> Iterator[Finding]:
     """Faults of held-out data that the script makes."""
     key = ("evaluation", "data")
     if not loss.is_of_script:
@@ -480,87 +469,6 @@ def _check_best(
     if checkpoint.keep_best and (evaluation is None or evaluation.every is None):
         fault = "needs evaluation.every: without it no two evaluations are compared"
         yield ("checkpoint", "keep_best"), fault
-
-
-def _check_options(slurm: Slurm, pbs: Pbs) -> Iterator[Finding]:
-    for section, options, syntax in (("slurm", slurm.options, SBATCH), ("pbs", pbs.options, QSUB)):
-        for name, value in options.items():
-            if fault := fault_of_option(syntax, name, value):
-                yield (section, "options", name), fault
-
-
-def _check_slurm_gpus(slurm: Slurm, resources: Resources) -> Iterator[Finding]:
-    units = {"node": resources.max_nodes, "task": resources.ranks, "job": 1}
-    for name, unit in _GPU_OPTIONS.items():
-        for _, value in options_of(name, slurm.options.get(name, False)):
-            texts = [text for text in (value or "").split(",") if text]
-            matches = [GPUS.fullmatch(text if name in _GRES else f"gpu:{text}") for text in texts]
-            counts = [int(match[2] or 1) for match in matches if match]
-            total = sum(counts) * units[unit] if unit in units else None
-            number = "N" if total is None else str(total // resources.max_nodes or 1)
-            hint, how = f"write resources: {{gpus_per_node: {number}}}", "instead"
-            kinds = [match[1] for match in matches if match and match[1]]
-            if name == "gpus-per-node":
-                how = "as well"
-            elif len(kinds) == len(counts) == 1:
-                hint += f" and slurm.options: {{gpus-per-node: {kinds[0]}:{number}}}"
-            text = ",".join(text for text, match in zip(texts, matches, strict=True) if match)
-            fault = _fault_of_gpus(text, sum(counts), total, resources, f"{hint} {how}")
-            if counts and fault:
-                yield ("slurm", "options", name), fault
-
-
-def _check_select(pbs: Pbs, resources: Resources) -> Iterator[Finding]:
-    if pbs.select and (count := SELECT_COUNT.match(pbs.select)):
-        if "+" in pbs.select:
-            yield ("pbs", "select"), "has several kinds of chunks, but all nodes of a job are alike"
-        elif int(count[1]) != resources.max_nodes:
-            fault = f"asks for {count[1]} chunks, but each node is one, and resources.nodes is"
-            yield ("pbs", "select"), f"{fault} {resources.max_nodes}"
-
-
-def _check_pbs_gpus(pbs: Pbs, resources: Resources) -> Iterator[Finding]:
-    for gpus in PBS_GPUS.finditer(pbs.select or ""):
-        count, how = int(gpus[2]), "instead" if gpus[1] == "ngpus" else "as well"
-        hint = f"write resources: {{gpus_per_node: {count}}} {how}"
-        if fault := _fault_of_gpus(gpus[0], count, count * resources.max_nodes, resources, hint):
-            yield ("pbs", "select"), fault
-    for _, value in options_of("l", pbs.options.get("l", False)):
-        for gpus in PBS_GPUS.finditer(value or ""):
-            # Beside our `-l select`, PBS takes resources of nodes only within it.
-            chunk = "" if gpus[1] == "ngpus" else f" and pbs.select: {gpus[0]}"
-            hint, total = f"write resources: {{gpus_per_node: {gpus[2]}}}{chunk} instead", None
-            if pbs.select is False:
-                total = int(gpus[2])
-                number = total // resources.max_nodes or 1
-                hint = f"write resources: {{gpus_per_node: {number}}} as well"
-            if fault := _fault_of_gpus(gpus[0], int(gpus[2]), total, resources, hint):
-                yield ("pbs", "options", "l"), fault
-
-
-def _fault_of_gpus(
-    text: str, number: int, total: int | None, resources: Resources, hint: str
-) -> str:
-    """Why an option may not ask for GPUs; empty if it may.
-
-    Without ``resources.gpus_per_node``, ranks would leave them idle and compute on CPUs; 0 says
-    that this is intended. Any other number must be that of the option.
-
-    Args:
-        number: of GPUs that the option asks for.
-        total: for the whole job; None if it is not known.
-        hint: what to write if the job does not say how many GPUs it needs.
-    """
-    gpus, key = resources.gpus_per_node, "resources.gpus_per_node"
-    if "gpus_per_node" not in resources.model_fields_set:
-        fault = f"asks for GPUs, but ranks compute on CPUs unless {key} says how many"
-        return f"{text!r} {fault}; {hint}" if number else ""
-    if not gpus or total is None or total == gpus * resources.max_nodes:
-        return ""
-    count, rest = divmod(total, resources.max_nodes)
-    fault = f"asks for {total / resources.max_nodes:g} GPUs per node, but {key} is {gpus}"
-    other = f", or write resources: {{gpus_per_node: {count}}}" if count and not rest else ""
-    return f"{text!r} {fault}; ask for {gpus} per node{other}"
 
 
 def _check_hash_seed(environment: Environment) -> Iterator[Finding]:
@@ -601,16 +509,14 @@ def _fault_of_swept_key(key: str, together: Iterable[str]) -> str:
     """Why no sweep can set a key together with others; empty if it can."""
     if not all(key.split(".")) or key.count(".") > MAX_DEPTH:
         return "must be a key such as training.seed"
-    if any(models.is_within(key, shared) or models.is_within(shared, key) for shared in _SHARED):
+    if any(is_within(key, shared) or is_within(shared, key) for shared in _SHARED):
         return (
             "cannot differ between the runs of a sweep, which are one job array; instead, "
             f"submit several times with --set {escape(key)}=..."
         )
     if fault := fault_of_foreign_key(key.split(".")):
         return fault
-    around = next(
-        (other for other in together if other != key and models.is_within(key, other)), None
-    )
+    around = next((other for other in together if other != key and is_within(key, other)), None)
     return "" if around is None else f"is a part of {escape(around)}, which is set as well"
 
 
@@ -618,7 +524,7 @@ _CHECKS: tuple[Callable[..., Iterator[Finding]], ...] = (
     _check_ranks, _check_range, _check_combinations, _check_reproducible, _check_correction,
     _check_batch, _check_buckets,
     _check_warm_up, _check_backward, _check_container, _check_progress, _check_loss, _check_script,
-    _check_evaluation, _check_best, _check_options,
-    _check_slurm_gpus, _check_select, _check_pbs_gpus, _check_hash_seed, _check_sweep,
+    _check_evaluation, _check_best, check_options,
+    check_slurm_gpus, check_select, check_pbs_gpus, _check_hash_seed, _check_sweep,
 )  # fmt: skip
 """Checks; the names of their parameters are the sections they need."""

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipectl.profile import LoadedFile
+from pipectl.profile_parts import LoadedFile
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def note_loaded(path: Path, content: bytes, name: str, package: str | None) -> N
     Args:
         path: absolute.
         name: dotted name under which it is loaded.
-        package: see :class:`~pipectl.profile.LoadedFile`.
+        package: see :class:`~pipectl.profile_parts.LoadedFile`.
     """
     own_name = path.parent.name if path.name == "__init__.py" else path.stem
     names = (name,) if name.rpartition(".")[2] == own_name else ()

@@ -18,6 +18,8 @@ from pipectl.errors import Problem, SpecError
 from pipectl.units import first_harmful
 
 KeyPath = tuple[str | int, ...]
+Finding = tuple[KeyPath, str]
+"""The path of a key, and its fault."""
 
 MAX_BYTES = 2**20
 MAX_DEPTH = 40

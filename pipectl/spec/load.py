@@ -33,8 +33,9 @@ from pipectl.spec.document import (
     resolve,
     to_yaml,
 )
-from pipectl.spec.models import JobSpec, holds_variables
+from pipectl.spec.models import JobSpec
 from pipectl.spec.paths import escape_paths, expand_paths
+from pipectl.spec.places import holds_variables
 from pipectl.spec.types import WITH_UNITS, check_version
 
 SITE_KEYS = (

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from pipectl.files import escape_path, expand_path
-from pipectl.spec import argument_paths, models
+from pipectl.spec import argument_paths
+from pipectl.spec.places import factories_in, files_in
 
 Finding = tuple[tuple[str | int, ...], str]
 
@@ -36,7 +37,7 @@ def expand_paths(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[Finding]
 def escape_paths(data: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse: data whose paths :func:`expand_paths` leaves as they are here."""
     escaped = _with_paths(data, lambda _, text: escape_path(text))
-    for path, _, kwargs in models.factories_in(data):
+    for path, _, kwargs in factories_in(data):
         if kwargs:  # the long form, then
             _replace(escaped, (*path[:-1], "kwargs"), argument_paths.escape(kwargs))
     return escaped
@@ -53,8 +54,8 @@ def _with_paths(
 
 def _paths_in(data: Mapping[str, Any]) -> Iterator[tuple[tuple[str | int, ...], str]]:
     """All paths: a reference to user code is one if a directory is named in it."""
-    yield from models.files_in(data)
-    for path, text, _ in models.factories_in(data):
+    yield from files_in(data)
+    for path, text, _ in factories_in(data):
         if "/" in text:
             yield path, text
     output = data.get("output")

@@ -18,7 +18,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import ErrorDetails
 
 from pipectl.errors import Problem
-from pipectl.spec import launch, models
+from pipectl.spec import code_sections, launch, models
 from pipectl.spec.checks import fault_of_foreign_key
 from pipectl.spec.document import (
     IN_PYTHON,
@@ -31,6 +31,7 @@ from pipectl.spec.document import (
     resolve,
 )
 from pipectl.spec.models import JobSpec
+from pipectl.spec.places import factories_in
 from pipectl.spec.types import SCALAR
 from pipectl.units import did_you_mean, printable
 
@@ -84,7 +85,7 @@ class _Generator(GenerateJsonSchema):
 @cache
 def _descriptions() -> dict[str, dict[str, str]]:
     """The docstrings of fields by class; pydantic would parse them at every start."""
-    files = [inspect.getfile(each) for each in (models, launch)]
+    files = [inspect.getfile(each) for each in (models, code_sections, launch)]
     trees = [ast.parse(Path(file).read_text("utf-8")) for file in files]
     return {
         section.name: {
@@ -259,7 +260,7 @@ def _explain_unknown_key(root: Node, path: KeyPath) -> str:
     is_factory = "kwargs" in names
     places: list[KeyPath] = [
         (*where[:-1], "kwargs", key)
-        for where, _, kwargs in models.factories_in(root.data)
+        for where, _, kwargs in factories_in(root.data)
         if key in kwargs and where[-1] == "factory"
     ]
     named = [each for each in _paths() if each[-1] == key]

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.profile import Operator, OptimizerCost, Profile
+from pipectl.profile import Profile
+from pipectl.profile_parts import Operator, OptimizerCost
 from tests.benchmarks.jobs import peak_of, print_table
 
 BLOCKS = 96

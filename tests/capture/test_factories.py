@@ -24,7 +24,7 @@ from pipectl.capture import CapturedJob, sources
 from pipectl.capture.factories import call, find
 from pipectl.capture.refusals import refuse_overlaps
 from pipectl.errors import CaptureError, SpecError
-from pipectl.profile import LoadedFile
+from pipectl.profile_parts import LoadedFile
 from pipectl.runs import RunDirectory
 from pipectl.runs.code import Code, is_changed, keep, keep_loaded, loaded_here, using_code_of
 from pipectl.runs.kept_code import read_code

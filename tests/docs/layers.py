@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[2] / "pipectl"
 LAYERS = (
     "arrays compiled faults units fields files libraries errors versions directives hash_seed "
     "older_python sorting",
-    "profile plan lanes cluster link peaks timeline rehearsal",
+    "profile profile_parts plan lanes cluster link peaks timeline rehearsal",
     "planner spec simulate schedule",
     "batch report runs watch",
     "profiler runtime capture script torch_api",

@@ -4,7 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from pipectl.profile import Operator, OperatorMemory, OptimizerCost, Profile
+from pipectl.profile import Profile
+from pipectl.profile_parts import Operator, OperatorMemory, OptimizerCost
 
 JOB = """\
 version: 1

@@ -29,7 +29,7 @@ from pipectl.jobs.warnings import (
 from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.explain.bottleneck import SLOWEST_ASSUMED, step_range
-from pipectl.profile import Readings
+from pipectl.profile_parts import Readings
 from pipectl.runs import RunDirectory
 from pipectl.simulate import simulate
 from pipectl.spec import SpecFile, evaluation_key, load, plan_key, profile_key

@@ -16,7 +16,7 @@ from pipectl.planner.graph.blocks import condense
 from pipectl.planner.partition.layout import Choice, Layout, consecutive
 from pipectl.planner.plans import plan_of
 from pipectl.planner.problem import Problem
-from pipectl.profile import OptimizerCost
+from pipectl.profile_parts import OptimizerCost
 from pipectl.schedule.one_f_one_b import ONE_F_ONE_B, policy_a, policy_b
 from pipectl.simulate import simulate
 from tests.planner.gate.checked_plans import cluster_of

@@ -18,7 +18,7 @@ from pipectl.planner.costs.stage_costs import (
     stage_times,
 )
 from pipectl.planner.graph.blocks import condense
-from pipectl.profile import OperatorMemory, OptimizerCost, StageOverhead, StepMemory
+from pipectl.profile_parts import OperatorMemory, OptimizerCost, StageOverhead, StepMemory
 from tests.planner.gate.graphs import chain, make_operator, make_profile, partitions_of, profiles
 
 

@@ -16,7 +16,7 @@ from pipectl.link import Link
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.choices import micro_batch_sizes, stage_counts
-from pipectl.profile import SmallestMicroBatch
+from pipectl.profile_parts import SmallestMicroBatch
 from pipectl.simulate import simulate
 from tests.planner.gate.checked_plans import FAST, after, cluster_of, planned
 from tests.planner.gate.graphs import chain, hungry, make_operator, make_profile, profiles

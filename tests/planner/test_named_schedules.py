@@ -10,7 +10,7 @@ from pipectl.plan import Replication
 from pipectl.planner import PlanRequest, search_plans
 from pipectl.planner.costs.stage_costs import ASSUMED
 from pipectl.planner.other_schedules import SPLIT_GAIN, UNMEASURED_SPLIT_GAIN
-from pipectl.profile import SplitBackward
+from pipectl.profile_parts import SplitBackward
 from pipectl.schedule.interleaved import INTERLEAVED
 from pipectl.schedule.listed import Listed
 from tests.planner.gate.checked_plans import cluster_of, planned

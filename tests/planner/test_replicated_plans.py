@@ -25,7 +25,7 @@ from pipectl.planner.partition.tables import table_of
 from pipectl.planner.plans import plan_of
 from pipectl.planner.problem import Problem
 from pipectl.planner.simple import even_copies
-from pipectl.profile import OperatorMemory, OptimizerCost, SmallestMicroBatch
+from pipectl.profile_parts import OperatorMemory, OptimizerCost, SmallestMicroBatch
 from pipectl.runtime.compare import Comparison, Difference
 from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
 from pipectl.simulate import simulate

@@ -12,7 +12,8 @@ import pytest
 
 from pipectl.planner.costs.footprint import Footprints
 from pipectl.planner.costs.stage_costs import operator_times, overhead_times, stage_times
-from pipectl.profile import Operator, Profile, SplitBackward, StageOverhead
+from pipectl.profile import Profile
+from pipectl.profile_parts import Operator, SplitBackward, StageOverhead
 from pipectl.profiler.fit import DISTURBED, Sample, StageTimes, fit_stages
 
 STAGE = StageOverhead(1e-5, 2e-6, 3e-6, 2e-5, 4e-6, 5e-6)

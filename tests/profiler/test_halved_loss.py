@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipectl.capture import CapturedJob
-from pipectl.profile import HalvedLoss
+from pipectl.profile_parts import HalvedLoss
 from pipectl.profiler.effort import Effort, measured_sizes
 from pipectl.profiler.halved_loss import compare_halves
 from pipectl.runtime.device import choose_device

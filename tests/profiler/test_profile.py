@@ -13,7 +13,8 @@ import torch
 from pipectl.capture import CapturedJob
 from pipectl.capture.regions import missing_kernels
 from pipectl.errors import CaptureError
-from pipectl.profile import MeasuredOn, Operator, Profile
+from pipectl.profile import Profile
+from pipectl.profile_parts import MeasuredOn, Operator
 from pipectl.profiler import job, operators, profile_job
 from pipectl.profiler.effort import Effort, measured_sizes
 from pipectl.spec import profile_key

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipectl.capture import CapturedJob
-from pipectl.profile import Readings
+from pipectl.profile_parts import Readings
 from pipectl.profiler.readings import (
     find_redrawn,
     find_redrawn_samples,

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from pipectl.capture import CapturedJob
 from pipectl.errors import InvalidInputError
-from pipectl.profile import MeasuredOn
+from pipectl.profile_parts import MeasuredOn
 from pipectl.profiler import profile_job
 from pipectl.profiler.effort import Effort
 from pipectl.profiler.optimizer import optimizer_cost

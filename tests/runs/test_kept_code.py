@@ -17,7 +17,7 @@ from pipectl.batch import process
 from pipectl.capture import sources
 from pipectl.errors import DataFileError, SchedulerError
 from pipectl.jobs.environment import describe_environment, find_repository
-from pipectl.profile import LoadedFile
+from pipectl.profile_parts import LoadedFile
 from pipectl.runs import RunDirectory, code, project
 from pipectl.runs.code import (
     Code,

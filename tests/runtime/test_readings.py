@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from pipectl.plan import Plan, Replication
-from pipectl.profile import Profile, Readings
+from pipectl.profile import Profile
+from pipectl.profile_parts import Readings
 from pipectl.runs import read_errors, read_metrics
 from pipectl.runtime.checkpoint import load
 

@@ -13,7 +13,7 @@ from pipectl.capture import CapturedJob
 from pipectl.capture.build import evaluation_loader
 from pipectl.cli.from_script import take_script
 from pipectl.errors import CaptureError
-from pipectl.profile import MeasuredOn
+from pipectl.profile_parts import MeasuredOn
 from pipectl.profiler import profile_job, script_steps
 from pipectl.runs import read_metrics
 from pipectl.runtime import plain

@@ -23,7 +23,8 @@ from pipectl.arrays import Integers, unique
 from pipectl.lanes import TransferKind, owners_of
 from pipectl.plan import StagePeaks, Transfer
 from pipectl.planner.costs.liveness import Borders, Levels, levels_of, peak_bytes
-from pipectl.profile import Operator, OptimizerCost, Profile, StepMemory
+from pipectl.profile import Profile
+from pipectl.profile_parts import Operator, OptimizerCost, StepMemory
 
 DEFAULT_BASELINE_BYTES = 240 * 2**20
 """A process with Python, torch and MPI, if the profile has no measurement."""

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from pipectl.profile import Operator, OperatorMemory
+from pipectl.profile_parts import Operator, OperatorMemory
 
 Level = tuple[int, int]
 _OUTSIDE = ""

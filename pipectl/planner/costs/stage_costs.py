@@ -18,7 +18,8 @@ import numpy as np
 from pipectl.arrays import Floats, Integers
 from pipectl.plan import StageCost, Transfer
 from pipectl.planner.costs.footprint import Footprint, Sums
-from pipectl.profile import Profile, SplitBackward, StageOverhead
+from pipectl.profile import Profile
+from pipectl.profile_parts import SplitBackward, StageOverhead
 
 
 class Times(NamedTuple):

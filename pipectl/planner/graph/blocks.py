@@ -18,7 +18,8 @@ from functools import cached_property
 import numpy as np
 
 from pipectl.arrays import Flags, Words
-from pipectl.profile import Operator, Profile
+from pipectl.profile import Profile
+from pipectl.profile_parts import Operator
 from pipectl.sorting import topological_order
 
 _FEW = 16

@@ -18,7 +18,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from pipectl.planner.graph.blocks import contract, group_labels
-from pipectl.profile import Operator, Profile
+from pipectl.profile import Profile
+from pipectl.profile_parts import Operator
 from pipectl.sorting import topological_order
 
 BACKWARD = "backward"

@@ -9,7 +9,8 @@ import numpy as np
 from pipectl.arrays import Floats
 from pipectl.planner.graph.downsets import CutSpace, Partition
 from pipectl.planner.partition.layout import Ranks
-from pipectl.profile import Operator, Profile
+from pipectl.profile import Profile
+from pipectl.profile_parts import Operator
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from pipectl.cluster import Cluster, OffloadTarget
 from pipectl.link import Link
 from pipectl.plan import Replication
 from pipectl.planner import PlanRequest
-from pipectl.profile import Operator, OptimizerCost, Profile, SplitBackward, StageOverhead
+from pipectl.profile import Profile
+from pipectl.profile_parts import Operator, OptimizerCost, SplitBackward, StageOverhead
 from tests.planner.gate.checked_plans import cluster_of
 
 Edges = list[tuple[int, int]]

@@ -10,7 +10,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from pipectl.planner.graph.blocks import BlockGraph, bits
-from pipectl.profile import Operator, OptimizerCost, Profile, StageOverhead
+from pipectl.profile import Profile
+from pipectl.profile_parts import Operator, OptimizerCost, StageOverhead
 
 
 def make_operator(index: int, **changes: Any) -> Operator:
