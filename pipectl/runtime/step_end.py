@@ -277,16 +277,16 @@ class Vote:
         request = self._communicator.Iallreduce(MPI.IN_PLACE, words, MPI.MAX)
         self._ballots.append((step, fault, words, request))
 
-    def count(self, *, at_once: bool = False) -> Result | None:
+    def count(self, *, waits: bool = True) -> Result | None:
         """The result of the first vote that was not read yet; None if there is none.
 
         Args:
-            at_once: whether to return None instead of waiting if not all ranks have voted.
+            waits: whether to wait for ranks that have not voted, instead of returning None.
         """
         if not self._ballots:
             return None
         step, mine, words, request = self._ballots[0]
-        if at_once and not request.Test():
+        if not waits and not request.Test():
             return None
         wait([request])
         self._ballots.popleft()
@@ -447,7 +447,7 @@ class StepEnd:
         rate, norm = self.updater.learning_rate, math.nan
         overflow = self.loss_scale is not None and self.loss_scale.unscale()
         if not self._meets:
-            self.settle(at_once=overlaps)  # the votes on the previous step
+            self.settle(waits=not overlaps)  # the votes on the previous step
         self._cast(step, run, before, overflow=overflow)
         is_faulty = has_overflow = False
         result = self._vote.count() if self._meets else None
@@ -470,34 +470,37 @@ class StepEnd:
         self._follow_parameters()
         return Outcome(rate, norm, skipped=False)
 
-    def settle(self, *, at_once: bool = False) -> None:
+    def settle(self, *, waits: bool = True) -> None:
         """Read all votes, before the results of their steps are used. Collective.
 
         Args:
-            at_once: whether to read only complete votes, without waiting for other ranks.
+            waits: whether to wait for other ranks; otherwise only complete votes are read.
 
         Raises:
             StepError: a step was not finite.
         """
-        while (result := self._vote.count(at_once=at_once)) is not None:
-            self._is_faulty(result, together=not at_once)
+        while (result := self._vote.count(waits=waits)) is not None:
+            self._is_faulty(result, together=waits)
 
-    def answer(self, *, at_once: bool = False) -> int:
+    def answer(self, *, votes_again: bool = False) -> int:
         """Whether all ranks stop or move after this step; the same on all ranks. Collective.
 
         If steps are long, ranks wait for the vote on this step; otherwise they use the last vote
-        that was read.
+        that was read. A move is answered once, whatever comes of it: the votes that are under way,
+        in which rank 0 asks for it again, are read with it. If one of them asks for a stop, all
+        ranks stop.
 
         Args:
-            at_once: whether to vote once more, on this alone; if steps overlap, their own votes
+            votes_again: whether to vote once more, on this alone; if steps overlap, their own votes
                 have no answer.
         """
-        if at_once:
+        if votes_again:
             self._vote.cast(0, answer=self._own_answer())
-        if at_once or self._vote.answer == WAIT:
+        read = self._vote.answer
+        if votes_again or read in (WAIT, MOVE):
             self.settle()
-        answer = self._vote.answer
-        if answer == MOVE:  # once
+        answer = max(self._vote.answer, MOVE) if read == MOVE else self._vote.answer
+        if answer == MOVE:
             self._vote.answer = GO_ON
         return answer
 

@@ -167,8 +167,8 @@ class Trainer:
             steps.train(before + 1, list(islice(batches, end - before)))
             self._between_steps(end)
             early = self._ends_early()
-            answer = GO_ON if early else self._end.answer(at_once=steps.overlap)
-            if answer == MOVE and end < count and self._saves_for_move(end):
+            answer = GO_ON if early else self._end.answer(votes_again=steps.overlap)
+            if answer == MOVE and end < count and self._save_for_move(end):
                 self._moves = True
                 if self._rebalancing is not None and (move := self._rebalancing.found) is not None:
                     balance = move.balance
@@ -182,13 +182,17 @@ class Trainer:
                     self._save(end)
                 return
 
-    def _saves_for_move(self, step: int) -> bool:
-        """Save the state of a step, from which another plan goes on; whether that succeeds."""
-        self._end.settle()
+    def _save_for_move(self, step: int) -> bool:
+        """Save the state after a step, from which another plan goes on. If that fails, the present
+        plan stays.
+
+        Returns:
+            Whether it was saved.
+        """
         if self._saved_step != step:
             self._setup.replicas.check_weights(step)
             self._save(step)
-        is_saved = self._saver.is_saved()
+        is_saved = self._saver.wait_saved()
         if self._rebalancing is not None and not is_saved:
             self._rebalancing.drop()
         self._begin("training")

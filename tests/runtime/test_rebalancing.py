@@ -1,18 +1,27 @@
 """When ranks move to another plan: what rank 0 sees, and what the process that plans answers."""
 
 import json
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
+from pipectl.capture import CapturedJob
 from pipectl.jobs import replan
-from pipectl.plan import Replication
-from pipectl.runs import WARM_UP_STEPS, RankBeat, RunDirectory
+from pipectl.plan import Plan, Replication
+from pipectl.runs import WARM_UP_STEPS, RankBeat, RunDirectory, read_heartbeat
 from pipectl.runs.rebalance import Balance, Imbalance
 from pipectl.runtime import rebalancing
-from pipectl.runtime.rebalancing import WINDOW, Rebalancing, can_move
+from pipectl.runtime.checkpoint import Saver
+from pipectl.runtime.device import choose_device
+from pipectl.runtime.rebalancing import WINDOW, Move, Rebalancing, can_move
+from pipectl.runtime.setup import Setup
+from pipectl.runtime.trainer import Trainer
+from pipectl.spec import load
+from pipectl.watch.board import Board
 from tests.planner.gate.checked_plans import cluster_of, planned
 from tests.planner.gate.graphs import chain
 
@@ -165,3 +174,18 @@ def test_plans_on_whose_copies_or_order_of_steps_results_depend_stay(watch):
     assert not can_move(replace(plan, prediction=None))
     copies = tuple(replace(s, ranks=(s.ranks[0], 4 + s.ranks[0])) for s in plan.stages)
     assert can_move(replace(plan, stages=copies, replication=Replication.WHOLE))
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_move_whose_checkpoint_fails_is_dropped_for_good(make_run, monkeypatch, saves):
+    """Though rank 0 has voted for it once more before it knows. Later checkpoints succeed."""
+    run = make_run(1, training={"steps": 8, "batch_size": 4}, checkpoint={"every": 8})
+    plan, outcomes = Plan.load(run.plan), iter([saves])
+    monkeypatch.setattr(Saver, "wait_saved", lambda _: next(outcomes, True))
+    moving = Rebalancing(run, plan, 8)
+    moving.found = Move(plan, "tried", Balance(True, 1.0, 1.0, 1), ())
+    job = CapturedJob(load(run.job))
+    with closing(Setup(MPI.COMM_SELF, job, plan, choose_device(0, 0), Board())) as setup:
+        assert Trainer(setup, run.start, rebalancing=moving).train() is saves
+    assert (moving.found is not None) is saves
+    assert read_heartbeat(run.start).state == ("moving to another plan" if saves else "done")

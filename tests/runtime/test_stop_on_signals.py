@@ -11,7 +11,7 @@ import pytest
 from mpi4py import MPI
 
 from pipectl.runtime.step_end import StepEnd, Vote
-from pipectl.runtime.stopping import STOP, StopRequest, stop_on_signals
+from pipectl.runtime.stopping import GO_ON, MOVE, STOP, WAIT, StopRequest, stop_on_signals
 
 
 @pytest.mark.parametrize(
@@ -57,3 +57,21 @@ def test_a_request_in_a_long_step_is_obeyed_at_its_end(
         if StepEnd.answer(end) == STOP:
             break
     assert step == stop_after
+
+
+@pytest.mark.parametrize(
+    ("votes", "answers"),
+    [
+        ([MOVE, MOVE, GO_ON, GO_ON], [GO_ON, MOVE, GO_ON, GO_ON]),
+        ([MOVE, STOP, STOP], [GO_ON, STOP]),  # no stages are built for a plan that never trains
+        ([WAIT, MOVE, GO_ON, GO_ON], [GO_ON, MOVE, GO_ON, GO_ON]),
+    ],
+)
+def test_a_move_is_answered_once_and_a_stop_comes_before_it(votes, answers):
+    """Rank 0 votes for a move once more before it knows whether the first one was made."""
+    end = StepEnd.__new__(StepEnd)
+    end._vote = Vote(MPI.COMM_SELF, [])
+    for step, (vote, answer) in enumerate(zip(votes, answers, strict=False)):
+        end.settle()  # as at the end of every step
+        end._vote.cast(step, answer=vote)
+        assert end.answer() == answer

@@ -188,7 +188,7 @@ class Saver:
         if failure:
             raise UsageError(f"{self._directory}: the last checkpoint: {failure}", hint=_HINT)
 
-    def is_saved(self) -> bool:
+    def wait_saved(self) -> bool:
         """Wait for the last checkpoint, and return whether it was written; collective."""
         self.wait()
         return not broadcast(self._communicator, self._failure)
