@@ -53,7 +53,8 @@ def rehearse(directory: RunDirectory, communicator: MPI.Intracomm, board: Board)
     board.phase("reading the plan")
     plan, rehearsal = Plan.load(directory.plan), Rehearsal.load(directory.rehearsal)
     check_world(communicator, plan)
-    rank, lines = Rank(communicator, plan, rehearsal, board), Lines(directory.metrics, warn)
+    rank = Rank(communicator, plan, rehearsal, board)
+    lines = Lines(directory.metrics, warn) if communicator.rank == 0 else None
     steps, start = rehearsal.steps, start_of_job(directory)
 
     def say(state: str, step: int) -> None:
@@ -71,7 +72,7 @@ def rehearse(directory: RunDirectory, communicator: MPI.Intracomm, board: Board)
         events = rank.run(program, stretch=rehearsal.stretch)
         step_s = rank.latest(rank.at - rank.begin_at) / rehearsal.stretch
         late_s = rank.latest(rank.late_s) / rehearsal.stretch
-        if communicator.rank == 0:
+        if lines is not None:
             line = {
                 "attempt": 1,
                 "step": step,

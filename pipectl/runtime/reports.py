@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from os import SEEK_END
 from pathlib import Path
 from typing import Generic, TypeVar, cast
@@ -105,7 +106,7 @@ class Attempts:
 
 
 class Lines:
-    """Lines at the end of a file, in order.
+    """Lines at the end of a file, in order; one process writes them.
 
     Args:
         warn: called when they cannot be written, and when they can again.
@@ -115,19 +116,29 @@ class Lines:
         self._path = path
         self._attempt = Attempts(path.name, warn)
         self._waiting: deque[str] = deque(maxlen=MAX_LINES)
-        self._torn = _ends_within_a_line(path)
+        self._may_be_torn = True
 
     def add(self, lines: Iterable[str]) -> None:
         """Append lines without line ends, after those that are not yet written."""
         self._waiting.extend(lines)
-        self._torn = not self._attempt(self._write)
+        self._may_be_torn = not self._attempt(self._write)
 
     def _write(self) -> None:
-        """A failed attempt may have left a part of a line, which readers skip."""
-        start = "\n" if self._torn else ""
+        """Append all that waits. What a failed attempt has written is removed again, since all of
+        it waits for the next one. Readers skip the part of a line that a killed process has left.
+        """
+        start = "\n" if self._may_be_torn and _ends_within_a_line(self._path) else ""
+        text = (start + "".join(f"{line}\n" for line in self._waiting)).encode()
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-        with os.fdopen(open_regular(self._path, flags), "a", encoding="utf-8") as stream:
-            stream.write(start + "".join(f"{line}\n" for line in self._waiting))
+        with os.fdopen(open_regular(self._path, flags), "ab", buffering=0) as stream:
+            size_bytes = os.fstat(stream.fileno()).st_size
+            try:
+                while text:
+                    text = text[stream.write(text) :]
+            except OSError:
+                with suppress(OSError):
+                    os.ftruncate(stream.fileno(), size_bytes)
+                raise
         self._waiting.clear()
 
 

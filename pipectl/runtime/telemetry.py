@@ -36,7 +36,7 @@ class StepReport:
         loss: this rank's parts of it: their sum does not depend on which ranks they come from.
         tokens: of its samples; 0 if they are not tokens.
         loss_scale: of this step, in float16.
-        skipped: whether gradients overflowed.
+        skipped: whether nothing was updated.
         time, beat: when it is sent, and the rank then; :class:`Telemetry` sets them.
     """
 
@@ -92,7 +92,7 @@ class Telemetry:
         self._reports = Reports[StepReport](communicator)
         self._beat_at = 0.0
         self._said_at = float("-inf")
-        self._lines = Lines(start.run.metrics, warn)
+        self._lines = Lines(start.run.metrics, warn) if communicator.rank == 0 else None
         self._beats = Attempts(start.heartbeat.name, warn)
         self._waiting = WaitingShare()
         self._processor = make_meter(communicator)
@@ -167,8 +167,7 @@ class Telemetry:
 
     def fault(self, step: int, fault: NotFinite) -> None:
         """Record what was not finite in a step (rank 0 writes)."""
-        if self._communicator.rank == 0:
-            self._append({**self._stamp(step), "not_finite": write_value(fault)})
+        self._append({**self._stamp(step), "not_finite": write_value(fault)})
 
     def finish(self, state: str = "done") -> None:
         """Wait for every report of every rank and write the last ones; collective."""
@@ -226,7 +225,9 @@ class Telemetry:
         return line
 
     def _append(self, *lines: dict[str, Any]) -> None:
-        """Write lines, and earlier ones that are not yet written."""
+        """Write lines, and earlier ones that are not yet written; only rank 0 does."""
+        if self._lines is None:
+            return
         sound = [_finite(line) for line in lines]
         self._lines.add(map(json.dumps, sound))
         if self.tell is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import shutil
 import stat
 import subprocess
@@ -155,6 +156,35 @@ def test_lines_wait_until_they_can_be_written_and_none_spoils_another(tmp_path, 
     assert said[1:] == ["metrics.jsonl can be written again"]
     with pytest.raises(ZeroDivisionError):  # no other error is hidden
         Attempts("it", said.append)(lambda: 1 // 0)
+
+
+def test_lines_that_a_full_disk_has_taken_in_part_are_written_once(tmp_path):
+    path, said = tmp_path / "metrics.jsonl", list[str]()
+    lines = Lines(path, said.append)
+    lines.add(["first"])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (15, before[1]))
+    try:
+        lines.add(["second", "third"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert path.read_text() == "first\n"
+    assert len(said) == 1
+    lines.add(["fourth"])
+    assert path.read_text() == "first\nsecond\nthird\nfourth\n"
+
+
+@pytest.mark.mpi
+def test_only_rank_0_writes_the_metrics_and_after_a_killed_process_none_is_torn(
+    make_run, train
+) -> None:
+    run = make_run(2)
+    run.metrics.write_text('{"step": 1}\n{"st')
+    train(run)
+    lines = run.metrics.read_text().split("\n")
+    assert lines[:2] == ['{"step": 1}', '{"st']
+    assert [json.loads(line)["step"] for line in lines[2:-1]] == [1, 2, 3, 4, 5]
+    assert lines[-1] == ""
 
 
 @pytest.mark.mpi
