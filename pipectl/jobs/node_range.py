@@ -198,19 +198,10 @@ def adopt_plan(run: RunDirectory, spec: JobSpec, progress: Report | None = None)
             failures.append(error)
             continue
         if plan is not present or not run.plan.exists():
-            _put_aside(run, start_of_job(run).number - 1)
+            if starts := start_of_job(run).number - 1:
+                run.put_aside(run.trace_before(starts))
             cluster.save(run.cluster)
             write_plan(run, plan, cluster)
         write_text(start_of_job(run).nodes, f"{count}\n")
         return
     raise failures[0]
-
-
-def _put_aside(run: RunDirectory, starts: int) -> None:
-    """Keep the plan of earlier starts elsewhere, with what was recorded under it."""
-    before = run.trace_before(starts)
-    with suppress(OSError):
-        make_private_directory(before)
-        shutil.copyfile(run.plan, before / run.plan.name)
-        for path in (*run.trace.glob("step-*.json"), run.predicted):
-            path.replace(before / path.name)

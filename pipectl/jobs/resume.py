@@ -275,8 +275,10 @@ def _hand_over_again(
     )
     of_plan = [*run.trace.glob("step-*.json")] if replanned else []
     of_plan += [run.plan, run.predicted] if job.plan is None else []
-    before = run.trace_before(read_starts(run))  # what was recorded under the earlier plan
-    moved = {path: before / path.name for path in of_plan if path.exists()}
+    of_plan = [path for path in of_plan if path.exists()]
+    starts = read_starts(run)
+    before = run.trace_before(starts)  # nothing was recorded under a plan without a start
+    moved = {path: before / path.name for path in of_plan if starts}
     rewritten = (
         run.job, run.cluster, run.profile, run.plan, run.predicted, run.script,
         run.variables, run.record, run.code_file, run.environment,
@@ -284,8 +286,11 @@ def _hand_over_again(
     start = run.next_start()
     created = (new_copies(run), *([] if start.path.exists() else [start.path]))
     with Rollback(created=created, rewritten=rewritten, moved=moved) as rollback:
-        for path, place in moved.items():
-            make_directory(place.parent)
-            path.replace(place)
+        for path in of_plan:
+            if path in moved:
+                make_directory(before)
+                path.replace(moved[path])
+            else:
+                path.unlink()
         (submission,) = hand_over([new], rollback)
     return submission

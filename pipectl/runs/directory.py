@@ -8,7 +8,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import count
@@ -220,6 +220,24 @@ class RunDirectory(Directory):
     def trace_before(self, starts: int) -> Path:
         """Return the directory of timelines under an earlier plan, up to start ``starts``."""
         return self.trace / f"attempt-{starts}"
+
+    def put_aside(self, place: Path) -> None:
+        """Before another plan takes the place of the present one, copy this to another directory,
+        and move there what was predicted and recorded under it, as far as the disk allows.
+
+        Args:
+            place: the directory, which is made unless there is nothing to keep.
+        """
+        recorded = [*files_like(self.trace, "step-*.json"), self.predicted]
+        moved, has_plan = [path for path in recorded if is_there(path)], is_there(self.plan)
+        if not (moved or has_plan):
+            return
+        with suppress(OSError):
+            make_private_directory(place)
+            for path in moved:
+                path.replace(place / path.name)
+            if has_plan:
+                shutil.copyfile(self.plan, place / self.plan.name)
 
 
 class SweepDirectory(Directory):

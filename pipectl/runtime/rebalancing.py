@@ -231,20 +231,11 @@ class Rebalancing:
         self.found = Move(plan, why, balance, tuple(map(float, self._asked)))
 
     def adopt(self, step: int) -> Plan:
-        """Write the plan that was found into the run, whose state is saved after a step.
-
-        Timelines under the plan before it go elsewhere, with that plan.
-        """
+        """Write the plan that was found into the run, whose state is saved after a step."""
         move, run = self.found, self._run
         assert move is not None
         say(f"{move.why}; the training goes on after step {step}")
-        with suppress(OSError):
-            until = run.trace_until(step)
-            make_private_directory(until)
-            for path in (*run.trace.glob("step-*.json"), run.predicted, run.plan):
-                if path != run.plan:
-                    path.replace(until / path.name)
-            shutil.copyfile(run.plan, until / run.plan.name)
+        run.put_aside(run.trace_until(step))
         move.plan.save(run.plan)
         folder = run.rebalance
         (folder / "predicted.json").replace(run.predicted)

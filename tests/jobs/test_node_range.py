@@ -82,6 +82,27 @@ def test_a_start_has_the_plan_for_the_nodes_that_it_found(run, prepared, monkeyp
     assert (made.ranks, made.micro_batches) == (4, present.micro_batches)
 
 
+def test_only_what_a_start_has_used_is_put_aside(run, prepared, monkeypatch):
+    """Not a plan under which no start has begun. What was recorded is, though its plan is lost."""
+    spec = prepared().spec
+    monkeypatch.setenv("PIPECTL_START", str(run.start.path))
+    run.start.nodes.write_text("3\n")
+    node_range.adopt_plan(run, spec)  # the plan was for four nodes
+    run.plan.unlink()
+    node_range.adopt_plan(run, spec)
+    assert not [*run.trace.glob("attempt-*")]
+    (run.trace / "step-000010.json").touch()
+    run.start_of(2).path.mkdir()
+    monkeypatch.setenv("PIPECTL_START", str(run.start_of(2).path))
+    run.start.nodes.write_text("2\n")
+    run.plan.unlink()
+    node_range.adopt_plan(run, spec)
+    aside = {path.name for path in run.trace_before(1).iterdir()}
+    assert "step-000010.json" in aside
+    assert "plan.json" not in aside
+    assert not (run.trace / "step-000010.json").exists()
+
+
 def test_where_no_plan_fits_a_start_uses_fewer_nodes(run, prepared, monkeypatch):
     spec, make = prepared().spec, plan_job
 
