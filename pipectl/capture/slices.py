@@ -1,8 +1,8 @@
 """The samples of a micro-batch in the values of a graph, and random draws for whole micro-batches.
 
-A replica that computes some rows of a micro-batch must draw the numbers that one process draws for
-them. It runs each random operator on a tensor for the whole micro-batch, with its own rows in
-place, and keeps these rows of the result.
+A replica that computes some samples of a micro-batch must draw the numbers that one process draws
+for them. It runs each random operator on a tensor for the whole micro-batch, with its own samples
+in place, and keeps these samples of the result.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BY_INDEX = {"index", "index_select", "gather"}
 _HINT = "let replicas take whole micro-batches"
 
 
-class Rows(NamedTuple):
+class Span(NamedTuple):
     """Samples ``start`` to ``stop`` of a micro-batch of ``whole`` samples.
 
     Args:
@@ -40,7 +40,7 @@ class Rows(NamedTuple):
     length: int = 0
 
     @classmethod
-    def of(cls, samples: int, length: int = 0) -> Rows:
+    def of(cls, samples: int, length: int = 0) -> Span:
         """Return all samples of a micro-batch."""
         return cls(0, samples, samples, length)
 
@@ -82,8 +82,8 @@ def batch_dimension(graph: CapturedGraph, node: fx.Node, value: Any = None) -> i
     return dims[0]
 
 
-def whole_draw(graph: CapturedGraph, node: fx.Node, rows: Rows) -> Callable[..., Any]:
-    """Return a random operator as a function of some rows that draws for the whole micro-batch.
+def whole_draw(graph: CapturedGraph, node: fx.Node, span: Span) -> Callable[..., Any]:
+    """Return a random operator as a function of some samples that draws for the whole micro-batch.
 
     Raises:
         CaptureError: the operator runs user code, whose draws are not known, or draws numbers of
@@ -104,11 +104,11 @@ def whole_draw(graph: CapturedGraph, node: fx.Node, rows: Rows) -> Callable[...,
     def draw(*args: Any, **kwargs: Any) -> Any:
         inputs, spec = pytree.tree_flatten((args, kwargs))
         pairs = zip(inputs, dims, strict=True)
-        grown = [_grown(x, dim, rows) if isinstance(x, Tensor) else x for x, dim in pairs]
+        grown = [_grown(x, dim, span) if isinstance(x, Tensor) else x for x, dim in pairs]
         args, kwargs = pytree.tree_unflatten(grown, spec)
         drawn, several = pytree.tree_flatten(target(*args, **kwargs))
         mine = [
-            x if dim is None else x.narrow(dim, rows.start, rows.stop - rows.start)
+            x if dim is None else x.narrow(dim, span.start, span.stop - span.start)
             for x, dim in zip(drawn, results, strict=True)
         ]
         return (
@@ -132,16 +132,16 @@ def _draws_samples(graph: CapturedGraph, node: fx.Node, schema: Any) -> bool:
     return value.dim() - 1 in graph.sample_dimensions(value)
 
 
-def _grown(tensor: Tensor, dim: int | None, rows: Rows) -> Tensor:
-    """Return a tensor for the whole micro-batch in the same layout, with the rows in place."""
+def _grown(tensor: Tensor, dim: int | None, span: Span) -> Tensor:
+    """Return a tensor for the whole micro-batch in the same layout, with the samples in place."""
     if dim is None:
         return tensor
     sizes = list(tensor.shape)
-    sizes[dim] = rows.whole
+    sizes[dim] = span.whole
     strides = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda d: (-strides[d], d))
     whole = torch.empty_permuted(sizes, order, dtype=tensor.dtype, device=tensor.device).zero_()
-    return torch.slice_scatter(whole, tensor, dim, rows.start, rows.stop)
+    return torch.slice_scatter(whole, tensor, dim, span.start, span.stop)
 
 
 def coupled_operators(graph: CapturedGraph) -> list[int]:

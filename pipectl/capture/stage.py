@@ -16,7 +16,7 @@ from pipectl.capture.graph import CapturedGraph
 from pipectl.capture.operators import gives_views, is_random, seeder_of
 from pipectl.capture.randomness import seed_of
 from pipectl.capture.regions import WHOLE, Switch, region_of, without_gradient
-from pipectl.capture.slices import Rows, whole_draw
+from pipectl.capture.slices import Span, whole_draw
 from pipectl.errors import CaptureError, MismatchError
 from pipectl.lanes import Lane, TransferKind, is_chained, routes
 
@@ -266,24 +266,24 @@ class StageCode:
 _CPU = torch.device("cpu")
 
 
-def build_stage(cut: Cut, stage: int, rows: Rows | int, device: torch.device = _CPU) -> StageCode:
+def build_stage(cut: Cut, stage: int, span: Span | int, device: torch.device = _CPU) -> StageCode:
     """Build the code of ``stage`` for some samples of a micro-batch.
 
     Args:
-        rows: of the micro-batch; a number stands for a whole micro-batch of this size.
+        span: of the micro-batch; a number stands for a whole micro-batch of this size.
         device: where it runs and creates tensors.
 
     Raises:
         CaptureError: the graph was captured for another, fixed batch size.
     """
-    graph, rows = cut.graph, Rows.of(rows) if isinstance(rows, int) else rows
-    if graph.fixed and not (rows.is_whole and rows.whole == graph.samples):
+    graph, span = cut.graph, Span.of(span) if isinstance(span, int) else span
+    if graph.fixed and not (span.is_whole and span.whole == graph.samples):
         raise CaptureError(
-            f"model: captured for {graph.samples} samples, not for {rows.size}",
+            f"model: captured for {graph.samples} samples, not for {span.size}",
             hint="let replicas take whole micro-batches",
         )
     place_subgraphs(graph.root, device)
-    return _Builder(cut, stage, rows, device).build()
+    return _Builder(cut, stage, span, device).build()
 
 
 def on_device(arguments: Any, device: torch.device) -> Any:
@@ -318,8 +318,8 @@ class _Builder:
         local: the nodes of that graph for values, states, inputs and uses.
     """
 
-    def __init__(self, cut: Cut, stage: int, rows: Rows, device: torch.device) -> None:
-        self.cut, self.stage, self.rows, self.device = cut, stage, rows, device
+    def __init__(self, cut: Cut, stage: int, span: Span, device: torch.device) -> None:
+        self.cut, self.stage, self.span, self.device = cut, stage, span, device
         self.captured, self.graph = cut.graph, fx.Graph()
         self.switch = Switch(self.graph)
         self.received = cut.received(stage)
@@ -359,16 +359,16 @@ class _Builder:
 
     def copy(self, node: fx.Node) -> fx.Node:
         target: Any = node.target
-        captured, samples = self.captured, self.rows.size
-        if not self.rows.is_whole and is_random(node, captured.root):
-            target = whole_draw(captured, node, self.rows)
-            samples = self.rows.whole
+        captured, samples = self.captured, self.span.size
+        if not self.span.is_whole and is_random(node, captured.root):
+            target = whole_draw(captured, node, self.span)
+            samples = self.span.whole
 
         def local(source: fx.Node) -> Any:
             if source.op == "get_attr":
                 return self.graph.get_attr(str(source.target))
             if captured.has_no_tensor(source):
-                return captured.size_of_node(source, samples, self.rows.length)
+                return captured.size_of_node(source, samples, self.span.length)
             if source.name in captured.states:
                 return self.local[self.state_slot(source.name, node.name)]
             own_use = self.local.get(Slot(source.name, node.name))

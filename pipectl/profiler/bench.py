@@ -37,7 +37,7 @@ from torch import Tensor, fx
 from pipectl.capture import CapturedGraph, CapturedJob, Cut, Slot
 from pipectl.capture.batch import by_name, copy_written_inputs
 from pipectl.capture.randomness import SEEDERS
-from pipectl.capture.slices import Rows
+from pipectl.capture.slices import Span
 from pipectl.capture.stage import Pass, StageCode
 from pipectl.lanes import TransferKind
 from pipectl.planner.costs.footprint import Footprints
@@ -237,8 +237,8 @@ class Bench:
     ) -> None:
         self.cut = Cut(subject.graph, stage_of, training=True)
         self._clock = clock_of(subject.device)
-        rows = Rows.of(subject.size, subject.length)
-        self._micro_batch, self._key = MicroBatch(0, rows, _SEED), (True, rows)
+        span = Span.of(subject.size, subject.length)
+        self._micro_batch, self._key = MicroBatch(0, span, _SEED), (True, span)
         states, device, precision = subject.states, subject.device, subject.precision
         self._stages = [
             Stage(index, {self._key: self.cut}, states, device, precision=precision)
@@ -281,7 +281,7 @@ class Bench:
         Args:
             cost: of measuring.
         """
-        code = self._stages[index].segments[0].codes[self._micro_batch.rows]
+        code = self._stages[index].segments[0].codes[self._micro_batch.span]
         plain = code.stage
         if index not in self._marked:
             operators = self.cut.graph.position

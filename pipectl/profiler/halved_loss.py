@@ -37,7 +37,7 @@ from pipectl.capture.data import Loader
 from pipectl.capture.opaque import Opaque
 from pipectl.capture.operators import calling_module
 from pipectl.capture.shares import sample_shares, target_shares, weighted_loss
-from pipectl.capture.slices import Rows, is_batch_norm
+from pipectl.capture.slices import Span, is_batch_norm
 from pipectl.capture.tensors import fill_sample, is_deferred, tensors_in
 from pipectl.errors import CaptureError, PipectlError
 from pipectl.faults import fault_of, is_ours, user_line
@@ -309,13 +309,13 @@ class _LossOfModel:
             )
         cuts = [Cut(graph, stage_of, training=True) for graph in graphs]
         given = job.states, device, job.spec.training.precision
-        whole_rows = Rows.of(2 * half, length)
-        self._whole = MicroBatch(0, whole_rows)
+        whole_span = Span.of(2 * half, length)
+        self._whole = MicroBatch(0, whole_span)
         for shares_draws in (True, False) if takes_half else (False,):
-            halves = [Rows.of(half, length)] * 2
+            halves = [Span.of(half, length)] * 2
             if shares_draws:
-                halves = [Rows(start, start + half, 2 * half, length) for start in (0, half)]
-            forms = {(True, whole_rows): cuts[0], **{(True, each): cuts[1] for each in halves}}
+                halves = [Span(start, start + half, 2 * half, length) for start in (0, half)]
+            forms = {(True, whole_span): cuts[0], **{(True, each): cuts[1] for each in halves}}
             try:
                 self._loss = Stage(_LOSS, forms, *given)
             except CaptureError:
@@ -328,7 +328,7 @@ class _LossOfModel:
         self._received = {Slot(slot.value) for slot in cuts[0].received(_LOSS)}
         self._model: Stage | None = None
         if self._received and not deferred:
-            self._model = Stage(_MODEL, {(False, whole_rows): cuts[0]}, *given)
+            self._model = Stage(_MODEL, {(False, whole_span): cuts[0]}, *given)
         self._buffers = {name: buffer.clone() for name, buffer in self._loss.buffers.items()}
 
     def compare(self, batch: tuple[Any, Any]) -> HalvedLoss:
@@ -339,7 +339,7 @@ class _LossOfModel:
         """
         results = self._results(batch)
         whole, halves = self._both(batch, results, 0)
-        if not self._shares_draws and self._loss.draws(True, self._whole.rows):
+        if not self._shares_draws and self._loss.draws(True, self._whole.span):
             again, _ = self._both(batch, results, 1)
             if _difference(whole, again) > _ROUNDING:
                 return self._compare_means(batch, results)
@@ -425,7 +425,7 @@ class _LossOfModel:
         """Run the loss forward and backward, with buffers as they were."""
         for name, value in self._buffers.items():
             self._loss.buffers[name].data = value.clone()
-        is_whole = micro_batch.rows == self._whole.rows
+        is_whole = micro_batch.span == self._whole.span
         graph = self._sizes.whole if is_whole else self._sizes.half
         inputs = copy_written_inputs(graph, self._tensors(graph, batch))
         loss = self._loss.forward(micro_batch, inputs, dict(results))[Slot(graph.loss)]

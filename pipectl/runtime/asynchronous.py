@@ -18,7 +18,7 @@ from typing import Any
 
 from pipectl.capture.data import Loader, Samples, split_batch
 from pipectl.capture.shares import loss_parts, sample_shares, target_shares
-from pipectl.capture.slices import Rows
+from pipectl.capture.slices import Span
 from pipectl.errors import CaptureError
 from pipectl.plan import Plan
 from pipectl.runtime.gradients import shared_uses
@@ -86,7 +86,7 @@ class AsynchronousSteps(Steps):
         rank, size = self._batches.communicator.rank, self._plan.micro_batch_size
         count, sizes = self._plan.micro_batches, [split_batch(each.size, size) for each in batches]
         whole = [
-            Rows.of(samples, batch.length)
+            Span.of(samples, batch.length)
             for batch, each in zip(batches, sizes, strict=True)
             for samples in each
         ]
@@ -100,8 +100,8 @@ class AsynchronousSteps(Steps):
             if not self._batches.reads:
                 unread = loaded
         _read_weights(unread, count)
-        pieces = dict(enumerate(whole))
-        step = Step(EMPTY, channels(self._plan), rank, whole, pieces=pieces)
+        loads = dict(enumerate(whole))
+        step = Step(EMPTY, channels(self._plan), rank, whole, loads=loads)
         seed = self._batches.seed, first
         is_recorded = any(map(self._tracing.wants, range(first, first + len(batches))))
         recording = self._tracing.begin(first) if is_recorded else None

@@ -34,8 +34,8 @@ def find_not_finite(
         An empty text if the forward cannot be run again.
     """
     with suppress(Exception):  # it must not hide the fault that it is to explain
-        cut = stage.cuts[True, micro_batch.rows]
-        code = build_stage(cut, stage.index, micro_batch.rows, stage.device)
+        cut = stage.cuts[True, micro_batch.span]
+        code = build_stage(cut, stage.index, micro_batch.span, stage.device)
         code = stage.share_casts(code, cut.graph)
         states: Sequence[Tensor] = [stage.argument(cut, slot) for slot in code.states]
         if stage.versions is not None:

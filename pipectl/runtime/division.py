@@ -13,13 +13,13 @@ from mpi4py import MPI
 from pipectl.capture import CapturedJob, Cut
 from pipectl.capture.data import Loader, Samples, split_batch
 from pipectl.capture.shares import loss_parts, target_weight
-from pipectl.capture.slices import Rows
+from pipectl.capture.slices import Span
 from pipectl.errors import MismatchError
 from pipectl.plan import Plan
 from pipectl.runtime.feed import Demand, Feed, Meet, wants
 from pipectl.runtime.reduction import group_of
 from pipectl.runtime.stage import Stage
-from pipectl.runtime.step import Batch, Step, StepRun, Update, narrowed, parts_of, pieces_of
+from pipectl.runtime.step import Batch, Step, StepRun, Update, loads_of, narrowed, parts_of
 from pipectl.runtime.waiting import gather_all, wait
 from pipectl.schedule import plan_of_step
 
@@ -35,13 +35,13 @@ class Division:
         evaluation_size: samples of each, except the last of a length.
     """
 
-    planned: Rows
-    sizes: tuple[Rows, ...]
-    evaluated: tuple[Rows, ...]
+    planned: Span
+    sizes: tuple[Span, ...]
+    evaluated: tuple[Span, ...]
     evaluation_size: int
 
     @property
-    def evaluation_sizes(self) -> list[Rows]:
+    def evaluation_sizes(self) -> list[Span]:
         """Micro-batches of every shape in evaluation, largest first."""
         return sorted(set(self.evaluated), reverse=True)
 
@@ -56,7 +56,7 @@ class Division:
         spec, size, held_out = job.spec, plan.micro_batch_size, job.evaluation_loader
         batches = _agreed("data", job.loader, communicator)
         job.check_counts()
-        planned, evaluated = Rows.of(size, job.loader.lengths[-1]), list[Rows]()
+        planned, evaluated = Span.of(size, job.loader.lengths[-1]), list[Span]()
         evaluation_size = (spec.evaluation and spec.evaluation.batch_size) or size
         if held_out is not None:
             held_out_batches = _agreed("evaluation.data", held_out, communicator)
@@ -65,9 +65,9 @@ class Division:
         return cls(planned, tuple(sorted(sizes, reverse=True)), tuple(evaluated), evaluation_size)
 
 
-def _micro_batches(batches: Sequence[Samples], size: int) -> list[Rows]:
+def _micro_batches(batches: Sequence[Samples], size: int) -> list[Span]:
     return [
-        Rows.of(samples, batch.length)
+        Span.of(samples, batch.length)
         for batch in batches
         for samples in split_batch(batch.size, size)
     ]
@@ -185,7 +185,7 @@ class Batches:
     def _demand_of(self, plan: Plan, length: int) -> Demand:
         step, ranks = self.step_for(plan.batch_size, length), range(self.communicator.size)
         needs = {
-            rank: pieces_of(plan, rank, reading, length, load_whole=self._load_whole)
+            rank: loads_of(plan, rank, reading, length, load_whole=self._load_whole)
             for rank, reading in enumerate(self._reading_of)
             if reading
         }
@@ -193,14 +193,14 @@ class Batches:
         return Demand(self.communicator.rank, step.sizes, needs, losses)
 
     def take(self, batch: Samples) -> tuple[Iterator[Batch], Meet]:
-        """This rank's pieces of the next batch; see :meth:`Feed.take`."""
+        """What this rank loads of the next batch; see :meth:`Feed.take`."""
         demand = self._demand_for(batch.size, batch.length)
         every = len(demand.sizes)
         alone = len(demand.needs.get(self.reader or 0, ())) == every and not self._weighs
         return self.feed.take(demand, [batch], 1 if alone else every)
 
     def take_whole(
-        self, sizes: Sequence[Rows], batches: Sequence[Samples]
+        self, sizes: Sequence[Span], batches: Sequence[Samples]
     ) -> tuple[Iterator[Batch], Meet]:
         """The next micro-batches of several batches, if this rank reads any.
 
@@ -229,16 +229,16 @@ class Batches:
         """The run of a step; batches are read at once if weights depend on them.
 
         Args:
-            batches: of the pieces that the step loads.
+            batches: that the step loads.
             number: of the step, for random operators.
             scale: of the loss.
             update: see :class:`StepRun`.
         """
         seed = self.seed, number
         if self.weigh is None:
-            total = sum(rows.size for rows in step.sizes)
-            mine = [step.losses.get(i, rows) for i, rows in enumerate(step.sizes)]
-            shares = [1.0 if self.adds_up else rows.size / total for rows in mine]
+            total = sum(span.size for span in step.sizes)
+            mine = [step.losses.get(i, span) for i, span in enumerate(step.sizes)]
+            shares = [1.0 if self.adds_up else span.size / total for span in mine]
             return StepRun(step, shares, batches, seed, scale, update)
         known = list(batches)
         return StepRun(step, self._by_targets(step, known), iter(known), seed, scale, update)
@@ -250,10 +250,10 @@ class Batches:
     def _by_targets(self, step: Step, batches: Sequence[Batch]) -> list[float]:
         assert self.weigh is not None
         assert self._group is not None
-        loaded = dict(zip(step.pieces, batches, strict=True))
+        loaded = dict(zip(step.loads, batches, strict=True))
         table = np.zeros((len(step.sizes), self._group.size))
-        for index, rows in step.losses.items():
-            targets = narrowed(loaded[index][1], rows, step.pieces[index])
+        for index, span in step.losses.items():
+            targets = narrowed(loaded[index][1], span, step.loads[index])
             table[index, self._group.rank] = target_weight(self.weigh, self.name, targets)
         if self._group.size > 1:
             wait([self._group.Iallreduce(MPI.IN_PLACE, table)])  # adding zeros changes no bit

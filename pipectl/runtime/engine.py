@@ -26,7 +26,7 @@ order. Rows are bound before: then a program is few functions called with small 
 run the same code, which stays in the caches. A rank computes in one Python thread; a thread may
 move messages (transport), and accelerators have streams of their own for copies (staging).
 
-Replicas that split micro-batches exchange the rows that both compute. A value that all samples
+Replicas that split micro-batches exchange the samples that both compute. A value that all samples
 share (positions of tokens, say) is the same on all replicas that compute it. Each reader takes it
 from the first of them, which also gets the reader's gradient, so that each part of the gradient
 arrives once.
@@ -50,14 +50,14 @@ from torch import Tensor
 
 from pipectl.capture import CapturedGraph, Cut, Slot
 from pipectl.capture.batch import Reader
-from pipectl.capture.slices import Rows, batch_dimension
+from pipectl.capture.slices import Span, batch_dimension
 from pipectl.lanes import Lane, TransferKind
 from pipectl.runtime.device import Device
 from pipectl.runtime.diagnosis import find_not_finite
 from pipectl.runtime.layout import Tensors
 from pipectl.runtime.reduction import StageReduction
 from pipectl.runtime.stage import MicroBatch, Stage
-from pipectl.runtime.step import Piece, Step, StepRun, lane_of
+from pipectl.runtime.step import Arrived, Step, StepRun, lane_of
 from pipectl.runtime.transport import Transport
 from pipectl.runtime.work_clock import WorkClock
 from pipectl.schedule import Actions, Channel, Kind
@@ -77,42 +77,42 @@ class Slicing:
         nodes = {node.name: node for node in graph.operators}
         self._dimension = cache(lambda value: batch_dimension(graph, nodes[value]))
 
-    def part(self, results: Tensors, origin: int, rows: Rows, *, leads: bool) -> Tensors:
-        """Rows of the results of a replica.
+    def part(self, results: Tensors, origin: int, span: Span, *, leads: bool) -> Tensors:
+        """Some samples of the results of a replica.
 
         Args:
             origin: first sample of the results.
-            rows: to take, counted from the first sample of the micro-batch.
+            span: samples to take, counted from the first sample of the micro-batch.
             leads: whether to include values that all samples share.
         """
         return {
-            slot: None if tensor is None else self._rows(slot, tensor, origin, rows, leads)
+            slot: None if tensor is None else self._narrowed(slot, tensor, origin, span, leads)
             for slot, tensor in results.items()
         }
 
-    def joined(self, pieces: Sequence[Piece]) -> Tensors:
-        """The rows that arrived from all replicas, joined."""
-        if len(pieces) == 1 and pieces[0].rows.is_whole:
-            return pieces[0].tensors
-        if all(piece.rows.is_whole for piece in pieces):
-            return {slot: tensor for piece in pieces for slot, tensor in piece.tensors.items()}
+    def joined(self, arrived: Sequence[Arrived]) -> Tensors:
+        """The samples that arrived from all replicas, joined."""
+        if len(arrived) == 1 and arrived[0].span.is_whole:
+            return arrived[0].tensors
+        if all(each.span.is_whole for each in arrived):
+            return {slot: tensor for each in arrived for slot, tensor in each.tensors.items()}
         parts: dict[Slot, list[Tensor]] = {}
-        for piece in sorted(pieces, key=lambda item: item.rows):
-            for slot, tensor in piece.tensors.items():
+        for each in sorted(arrived, key=lambda item: item.span):
+            for slot, tensor in each.tensors.items():
                 tensors_of_slot = parts.setdefault(slot, [])
                 if tensor is not None:
                     tensors_of_slot.append(tensor)
         return {slot: self._join(slot, tensors) for slot, tensors in parts.items()}
 
-    def _rows(
-        self, slot: Slot, tensor: Tensor, origin: int, rows: Rows, leads: bool
+    def _narrowed(
+        self, slot: Slot, tensor: Tensor, origin: int, span: Span, leads: bool
     ) -> Tensor | None:
         dim = self._dimension(slot.value)
         if dim is None:
             return tensor if leads else None
-        if tensor.shape[dim] == rows.size:
+        if tensor.shape[dim] == span.size:
             return tensor
-        return tensor.narrow(dim, rows.start - origin, rows.size).contiguous()
+        return tensor.narrow(dim, span.start - origin, span.size).contiguous()
 
     def _join(self, slot: Slot, tensors: Sequence[Tensor]) -> Tensor | None:
         if len(tensors) < 2:
@@ -127,10 +127,10 @@ class Slicing:
 
 
 class Row(NamedTuple):
-    """One action of a program.
+    """One operation of a program: an action, or a part of a message, copy or sum.
 
     Args:
-        execute: does it; actions that differ only in their micro-batch share it.
+        execute: does it; rows that differ only in their micro-batch share it.
         micro_batch: its micro-batch.
         activity: what the rank does, for monitoring.
         wait: what it waits for, for monitoring; empty if it waits for no other rank.
@@ -145,32 +145,33 @@ class Row(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Rows that a stage on this rank takes over a channel from another stage on this rank.
+    """Samples that a stage on this rank takes over a channel from another stage on this rank.
 
     Args:
         leads: whether to include values that all samples share.
     """
 
     channel: int
-    rows: Rows
+    span: Span
     leads: bool
 
 
 class Form(NamedTuple):
-    """What an action does for any micro-batch, and all that is needed to bind it.
+    """What a row does for any micro-batch, and all that is needed to bind it.
 
     Args:
-        flag: of forwards and evaluations, whether it is the last that reads the micro-batch; of
-            backwards, whether it is the last before a sum of gradients; of messages, whether
-            they include values that all samples share.
+        is_last: of forwards and evaluations, whether no later one reads the micro-batch; of
+            backwards, whether none comes before the sum of gradients.
+        leads: of messages, whether they include values that all samples share.
         copies: of the results.
     """
 
     kind: Kind
     stage: int
     channel: int
-    rows: Rows
-    flag: bool
+    span: Span
+    is_last: bool
+    leads: bool
     copies: tuple[Copy, ...]
 
 
@@ -192,7 +193,7 @@ class Engine:
         stages: as given.
         on_results: called with (micro-batch, stage, results, find) after every training forward;
             ``find`` says what computed the first value that is not finite.
-        on_evaluated: called with (rows, results, targets) on the rank that computes the loss of
+        on_evaluated: called with (span, results, targets) on the rank that computes the loss of
             an evaluation.
     """
 
@@ -218,7 +219,7 @@ class Engine:
         self._programs: WeakKeyDictionary[Step, list[Row]] = WeakKeyDictionary()
         self._bound: WeakKeyDictionary[Step, dict[Form, Execute]] = WeakKeyDictionary()
         self.on_results: Callable[[int, int, Tensors, Callable[[], str]], None] | None = None
-        self.on_evaluated: Callable[[Rows, Tensors, Any], None] | None = None
+        self.on_evaluated: Callable[[Span, Tensors, Any], None] | None = None
 
     def run(self, run: StepRun, parts: Iterable[tuple[Actions, int]] | None = None) -> None:
         """Execute a step.
@@ -286,27 +287,27 @@ class Engine:
             code, stage, number, channel, start, stop, age = row
             kind, name, computes = _KINDS[code]
             weights = channel >= 0 and step.channels[channel].kind is TransferKind.WEIGHT
-            rows = Rows.of(0) if number < 0 or weights else step.sizes[number]
+            span = Span.of(0) if number < 0 or weights else step.sizes[number]
             if start >= 0:
-                rows = rows._replace(start=start, stop=stop)
+                span = span._replace(start=start, stop=stop)
             copies: tuple[Copy, ...] = ()
-            flag, wait = False, b""
+            is_last, leads, wait = False, False, b""
             if channel >= 0:
-                flag = step.heads.get((channel, number)) == rows.start
+                leads = step.heads.get((channel, number)) == span.start
                 if kind in (Kind.SEND_WAIT, Kind.RECEIVE_WAIT):
                     wait = _wait(step.channels[channel], kind, number)
             elif kind in _READING:
-                flag, copies = number not in read, _copies(step, kind, stage, number)
+                is_last, copies = number not in read, _copies(step, kind, stage, number)
                 read.add(number)
             elif kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
                 copies = _copies(step, kind, stage, number)
-                flag = kind is Kind.BACKWARD and step.closing.get(stage) == number
-            form = Form(kind, stage, channel, rows, flag, copies)
+                is_last = kind is Kind.BACKWARD and step.closing.get(stage) == number
+            form = Form(kind, stage, channel, span, is_last, leads, copies)
             if form not in bound:
                 execute = self._bind_form(step.channels, form)
                 bound[form] = self._timed(execute) if computes else execute
             activity = action_record(name if number < 0 else f"{name} micro-batch {number}", stage)
-            micro_batch = MicroBatch(number, rows, age=age)
+            micro_batch = MicroBatch(number, span, age=age)
             program.append(Row(bound[form], micro_batch, activity, wait, computes))
         return program[::-1]
 
@@ -347,7 +348,7 @@ class Engine:
         return self._bind_receive(channels[form.channel], form)
 
     def _bind_forward(self, channels: Sequence[Channel], form: Form) -> Execute:
-        index, rows, trains = form.stage, form.rows, form.kind is Kind.FORWARD
+        index, span, trains = form.stage, form.span, form.kind is Kind.FORWARD
         stage, loss_slot = self.stages[index], self._loss
         start, deliver = self._bind_start(stage, trains, form), self._bind_delivery(channels, form)
 
@@ -365,12 +366,12 @@ class Engine:
         def evaluate(run: StepRun, micro_batch: MicroBatch) -> None:
             on_evaluated = self.on_evaluated if index == self.cut.loss_stage else None
             targets = None
-            if run.loads or on_evaluated is not None:
-                targets = run.load(micro_batch.number, rows)[1]
+            if run.loads_for_others or on_evaluated is not None:
+                targets = run.load(micro_batch.number, span)[1]
             given = start(run, micro_batch)
             results = stage.evaluate(*given)
             if on_evaluated is not None:
-                on_evaluated(rows, {**given[2], **results}, targets)
+                on_evaluated(span, {**given[2], **results}, targets)
             deliver(run, micro_batch, results)
 
         return forward if trains else evaluate
@@ -379,16 +380,16 @@ class Engine:
         self, stage: Stage, trains: bool, form: Form
     ) -> Callable[[StepRun, MicroBatch], tuple[MicroBatch, dict[str, Tensor], Tensors]]:
         """The arguments of a forward: its micro-batch, tensors of the batch, received values."""
-        index, rows, is_last_reader = form.stage, form.rows, form.flag
-        size, bring, joined = rows.size, self.device.bring, self._slicing.joined
-        draws, names = stage.draws(trains, rows), stage.inputs(trains, rows)
+        index, span, is_last_reader = form.stage, form.span, form.is_last
+        size, bring, joined = span.size, self.device.bring, self._slicing.joined
+        draws, names = stage.draws(trains, span), stage.inputs(trains, span)
         has_loss = index == self.cut.loss_stage
         reader = None
         if names:
-            if rows.shape not in self._readers:
-                graph = self._graphs.get(rows.shape, self.cut.graph)
-                self._readers[rows.shape] = Reader(graph, training=trains, length=rows.length)
-            reader = self._readers[rows.shape]
+            if span.shape not in self._readers:
+                graph = self._graphs.get(span.shape, self.cut.graph)
+                self._readers[span.shape] = Reader(graph, training=trains, length=span.length)
+            reader = self._readers[span.shape]
 
         def start(
             run: StepRun, micro_batch: MicroBatch
@@ -397,7 +398,7 @@ class Engine:
             if draws:
                 micro_batch = micro_batch._replace(seed=run.seed_of(number))
             arrived = joined(run.inbox.pop((False, index, number), ()))
-            known = {} if reader is None else reader.read(run.load(number, rows))
+            known = {} if reader is None else reader.read(run.load(number, span))
             if has_loss:
                 run.meet(number)
             if is_last_reader:
@@ -409,7 +410,7 @@ class Engine:
         return start
 
     def _bind_backward(self, channels: Sequence[Channel], form: Form) -> Execute:
-        index, is_last, joined = form.stage, form.flag, self._slicing.joined
+        index, is_last, joined = form.stage, form.is_last, self._slicing.joined
         stage, deliver = self.stages[index], self._bind_delivery(channels, form)
         has_loss = index == self.cut.loss_stage
 
@@ -427,28 +428,28 @@ class Engine:
 
     def _bind_delivery(self, channels: Sequence[Channel], form: Form) -> Deliver:
         """Keeps results for the sends that follow; copies them to stages on this rank at once."""
-        first, copies = form.rows.start, []
-        for number, rows, leads in form.copies:
+        first, copies = form.span.start, []
+        for number, span, leads in form.copies:
             channel = channels[number]
             key = channel.kind is TransferKind.GRADIENT, channel.target_stage
-            copies.append((*key, rows, self._bind_content(lane_of(channel), rows, leads)))
+            copies.append((*key, span, self._bind_content(lane_of(channel), span, leads)))
 
         def deliver(run: StepRun, micro_batch: MicroBatch, results: Tensors) -> None:
             run.outbox = first, results
-            for returns, target, rows, content in copies:
-                pieces = run.inbox.setdefault((returns, target, micro_batch.number), [])
-                pieces.append(Piece(rows, content(run)))
+            for returns, target, span, content in copies:
+                arrived = run.inbox.setdefault((returns, target, micro_batch.number), [])
+                arrived.append(Arrived(span, content(run)))
 
         return deliver
 
-    def _bind_content(self, lane: Lane, rows: Rows, leads: bool) -> Content:
+    def _bind_content(self, lane: Lane, span: Span, leads: bool) -> Content:
         """Select the content of a message from the results of the last computation."""
-        slots, is_whole, part = self.cut.lanes[lane], rows.is_whole, self._slicing.part
+        slots, is_whole, part = self.cut.lanes[lane], span.is_whole, self._slicing.part
 
         def content(run: StepRun) -> Tensors:
             origin, results = run.outbox
             tensors = {slot: results.get(slot) for slot in slots}
-            return tensors if is_whole else part(tensors, origin, rows, leads=leads)
+            return tensors if is_whole else part(tensors, origin, span, leads=leads)
 
         return content
 
@@ -458,7 +459,7 @@ class Engine:
         self._transport.advance()
 
     def _bind_send(self, end: Channel, form: Form) -> Execute:
-        lane, channel, shape = lane_of(end), form.channel, form.rows.shape
+        lane, channel, shape = lane_of(end), form.channel, form.span.shape
         line = self._transport.line(lane, end.target_rank)
 
         def finish_send(run: StepRun, micro_batch: MicroBatch) -> None:
@@ -466,7 +467,7 @@ class Engine:
 
         if form.kind is Kind.SEND_WAIT:
             return finish_send
-        content = self._bind_content(lane, form.rows, form.flag)
+        content = self._bind_content(lane, form.span, form.leads)
 
         def start_send(run: StepRun, micro_batch: MicroBatch) -> None:
             number = micro_batch.number
@@ -482,10 +483,10 @@ class Engine:
 
         if lane.kind is TransferKind.WEIGHT:
             return send_weights
-        return send_results if form.rows.is_whole else start_send
+        return send_results if form.span.is_whole else start_send
 
     def _bind_receive(self, end: Channel, form: Form) -> Execute:
-        lane, channel, rows, shape = lane_of(end), form.channel, form.rows, form.rows.shape
+        lane, channel, span, shape = lane_of(end), form.channel, form.span, form.span.shape
         line = self._transport.line(lane, end.source_rank)
         returns, target = lane.kind is TransferKind.GRADIENT, lane.target
 
@@ -496,7 +497,7 @@ class Engine:
         def finish_receive(run: StepRun, micro_batch: MicroBatch) -> None:
             number = micro_batch.number
             tensors = line.finish_receive(run.receives.pop((channel, number)))
-            run.inbox.setdefault((returns, target, number), []).append(Piece(rows, tensors))
+            run.inbox.setdefault((returns, target, number), []).append(Arrived(span, tensors))
 
         def finish_half(run: StepRun, micro_batch: MicroBatch) -> None:
             tensors = line.finish_receive(run.receives.pop((channel, micro_batch.number)))
@@ -512,9 +513,9 @@ class Engine:
 def _copies(step: Step, kind: Kind, stage: int, number: int) -> tuple[Copy, ...]:
     carried = TransferKind.ACTIVATION if kind in _READING else TransferKind.GRADIENT
     return tuple(
-        Copy(channel, rows[number], step.heads.get((channel, number)) == rows[number].start)
-        for channel, rows in step.local.get((carried, stage), ())
-        if number in rows
+        Copy(channel, spans[number], step.heads.get((channel, number)) == spans[number].start)
+        for channel, spans in step.local.get((carried, stage), ())
+        if number in spans
     )
 
 

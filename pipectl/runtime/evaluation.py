@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from pipectl.capture import CapturedGraph, CapturedJob, Slot
 from pipectl.capture.shares import target_weight
-from pipectl.capture.slices import Rows
+from pipectl.capture.slices import Span
 from pipectl.errors import WorkerError
 from pipectl.runtime.division import Division
 from pipectl.runtime.engine import Engine
@@ -25,12 +25,12 @@ from pipectl.schedule import Channel, lower_evaluation
 from pipectl.torch_api import pytree
 
 
-def outputs_of(graph: CapturedGraph, rows: Rows, results: Tensors) -> Any:
+def outputs_of(graph: CapturedGraph, span: Span, results: Tensors) -> Any:
     """The outputs of the user's model among the results of one micro-batch, on the host."""
 
     def value(item: Any) -> Any:
         if isinstance(item, fx.Node):
-            return graph.size_of_node(item, *rows.shape)
+            return graph.size_of_node(item, *span.shape)
         if not isinstance(item, str):
             return item
         tensor = results.get(Slot(item))
@@ -98,10 +98,10 @@ class Evaluator:
             CaptureError: a metric gives no number.
         """
         metrics = self._fresh_metrics()
-        for rows in self._division.evaluation_sizes:
-            example = partial(self._loader.example, rows.whole, length=rows.length)
+        for span in self._division.evaluation_sizes:
+            example = partial(self._loader.example, span.whole, length=span.length)
             batches = iter([example()] if self._stages else ())
-            self._run([rows], batches, lambda _: None, "layouts")
+            self._run([span], batches, lambda _: None, "layouts")
         fault = ""
         if self._has_loss:
             try:
@@ -133,26 +133,26 @@ class Evaluator:
         """New metrics, which take all that is evaluated from now on."""
         metrics = Metrics(self._metrics, self._weigh, adds_up=self._job.spec.loss.adds_up)
 
-        def add(rows: Rows, results: Tensors, targets: Any) -> None:
-            graph = self._job.evaluation_graph(*rows.shape)
+        def add(span: Span, results: Tensors, targets: Any) -> None:
+            graph = self._job.evaluation_graph(*span.shape)
             loss = results[Slot(graph.loss)]
             assert isinstance(loss, Tensor)
-            outputs = outputs_of(graph, rows, results) if self._metrics else None
-            metrics.add(rows.size, float(loss), outputs, targets)
+            outputs = outputs_of(graph, span, results) if self._metrics else None
+            metrics.add(span.size, float(loss), outputs, targets)
 
         self._engine.on_evaluated = add
         return metrics
 
     def _run(
         self,
-        sizes: Sequence[Rows],
+        sizes: Sequence[Span],
         batches: Iterator[Batch],
         meet: Callable[[int], None],
         *seed: int | str,
     ) -> None:
         rank = self._communicator.rank
         actions = lower_evaluation(self._channels, self._stages, rank, len(sizes))
-        step = Step(actions, self._channels, rank, sizes, pieces=dict(enumerate(sizes)))
+        step = Step(actions, self._channels, rank, sizes, loads=dict(enumerate(sizes)))
         seeds = self._job.spec.training.seed, *seed
-        run = StepRun(step, (), batches, seeds, meet=meet, loads=self._reads_for_all)
+        run = StepRun(step, (), batches, seeds, meet=meet, loads_for_others=self._reads_for_all)
         self._engine.run(run)

@@ -33,7 +33,7 @@ from torch import Tensor
 from pipectl.capture import CapturedGraph, CapturedJob
 from pipectl.capture.data import Loader, Pieces, Samples
 from pipectl.capture.digests import Digests, digests_of
-from pipectl.capture.slices import Rows
+from pipectl.capture.slices import Span
 from pipectl.errors import WorkerError
 from pipectl.profile import Profile
 from pipectl.profile_parts import Readings
@@ -48,15 +48,15 @@ _TAGS = 2**15
 """Tags that every MPI has."""
 Meet = Callable[[int], None]
 """Compares the readings of a micro-batch, before its loss is computed."""
-Parts = Mapping[int, Mapping[int, Rows]]
-"""By rank and micro-batch: rows of it."""
+Parts = Mapping[int, Mapping[int, Span]]
+"""By rank and micro-batch: samples of it."""
 
 
 class Peer(NamedTuple):
-    """Another rank that reads some rows of a micro-batch, or computes their loss."""
+    """Another rank that reads some samples of a micro-batch, or computes their loss."""
 
     rank: int
-    rows: Rows
+    span: Span
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,13 +73,13 @@ class Demand:
     """
 
     rank: int
-    sizes: Sequence[Rows]
+    sizes: Sequence[Span]
     needs: Parts
     losses: Parts
     late: frozenset[int] = frozenset()
 
     @cached_property
-    def own(self) -> Mapping[int, Rows]:
+    def own(self) -> Mapping[int, Span]:
         """What this rank needs."""
         return self.needs.get(self.rank, {})
 
@@ -90,8 +90,8 @@ class Demand:
         Left out if only one rank reads it.
         """
         found = {}
-        for number, rows in self.losses.get(self.rank, {}).items():
-            readers = self._readers(number, rows, self.rank)
+        for number, span in self.losses.get(self.rank, {}).items():
+            readers = self._readers(number, span, self.rank)
             if len(readers) > 1:
                 found[number] = [peer for peer in readers if peer.rank != self.rank]
         return found
@@ -103,20 +103,20 @@ class Demand:
         for rank, losses in self.losses.items():
             for number in () if rank == self.rank else self.own.keys() & losses.keys():
                 readers = self._readers(number, losses[number], rank)
-                mine = next((peer.rows for peer in readers if peer.rank == self.rank), None)
+                mine = next((peer.span for peer in readers if peer.rank == self.rank), None)
                 if mine is not None and len(readers) > 1:
                     found.setdefault(number, []).append(Peer(rank, mine))
         return found
 
-    def _readers(self, number: int, rows: Rows, judge: int) -> list[Peer]:
-        """Who reads some of the rows of a micro-batch that a rank compares, and which."""
+    def _readers(self, number: int, span: Span, judge: int) -> list[Peer]:
+        """Who reads some of the samples of a micro-batch that a rank compares, and which."""
         readers = [
             (rank, each[number])
             for rank, each in self.needs.items()
             if number in each and (rank == judge or rank not in self.late)
         ]
-        parts = (Peer(rank, _common(rows, part)) for rank, part in readers)
-        return [peer for peer in parts if peer.rows.size > 0]
+        parts = (Peer(rank, _common(span, part)) for rank, part in readers)
+        return [peer for peer in parts if peer.span.size > 0]
 
 
 class Comparison:
@@ -140,16 +140,16 @@ class Comparison:
         self._own: dict[int, Digests] = {}
 
     def read(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The pieces of this rank; it sends the checksums of each as soon as it is read."""
+        """What this rank loads; it sends the checksums of each as soon as it is read."""
         demand = self._demand
-        for (number, piece), batch in zip(demand.own.items(), batches, strict=False):
+        for (number, load), batch in zip(demand.own.items(), batches, strict=False):
             receivers = demand.receivers.get(number, ())
             if receivers or number in self._open:
-                digests = digests_of(batch, piece.size)
+                digests = digests_of(batch, load.size)
                 if number in self._open:
                     self._own[number] = digests
-                for rank, rows in receivers:
-                    part = digests[rows.start - piece.start : rows.stop - piece.start].copy()
+                for rank, span in receivers:
+                    part = digests[span.start - load.start : span.stop - load.start].copy()
                     request = self._communicator.Isend(part, rank, number % _TAGS)
                     self._pending.append((request, part))
             yield batch
@@ -166,7 +166,7 @@ class Comparison:
         readings = list[tuple[Peer, Digests]]()
         requests = []
         for peer in self._demand.senders[number]:
-            digests = np.empty(peer.rows.size, dtype=np.uint32)
+            digests = np.empty(peer.span.size, dtype=np.uint32)
             requests.append(self._communicator.Irecv(digests, peer.rank, number % _TAGS))
             readings.append((peer, digests))
         wait(requests)
@@ -174,16 +174,16 @@ class Comparison:
             me = Peer(self._demand.rank, self._demand.own[number])
             readings.append((me, own))
         for (one, first), (other, second) in combinations(readings, 2):
-            rows = _common(one.rows, other.rows)
+            span = _common(one.span, other.span)
             parts = (
-                digests[rows.start - peer.rows.start : rows.stop - peer.rows.start]
+                digests[span.start - peer.span.start : span.stop - peer.span.start]
                 for peer, digests in ((one, first), (other, second))
             )
             differing = np.flatnonzero(np.not_equal(*parts))
             if len(differing):
                 ranks = sorted((one.rank, other.rank))
                 raise WorkerError(
-                    f"{self._name(number, rows.start + int(differing[0]))} is not the same on "
+                    f"{self._name(number, span.start + int(differing[0]))} is not the same on "
                     f"ranks {ranks[0]} and {ranks[1]}, which both read it; no weight was changed "
                     "by it",
                     hint="let samples depend only on their index and on the generators of random, "
@@ -241,29 +241,29 @@ class Feed:
     def take(
         self, demand: Demand, batches: Sequence[Samples], together: int = 1, ahead: int = 0
     ) -> tuple[Iterator[Batch], Meet]:
-        """This rank's pieces of the next batches.
+        """What this rank loads of the next batches.
 
         Args:
             together: micro-batches that a reader for all sends before it goes on.
             ahead: micro-batches that it sends besides.
 
         Returns:
-            The pieces, and what compares the readings of a micro-batch.
+            What it loads, and what compares the readings of a micro-batch.
         """
         if self._reader is None:
             self._pending = [each for each in self._pending if not each[0].Test()]
 
             def name(number: int, row: int) -> str:
-                return self._name(batches, sum(rows.whole for rows in demand.sizes[:number]) + row)
+                return self._name(batches, sum(span.whole for span in demand.sizes[:number]) + row)
 
             comparison = Comparison(self._communicator, demand, name, self._pending)
             return comparison.read(islice(self._loaded, len(demand.own))), comparison.meet
         if not self._is_reader:
             return (self._post.receive(self._reader) for _ in demand.own), lambda _: None
-        pieces = self._distribute(demand, together, ahead)
+        loaded = self._distribute(demand, together, ahead)
         if together > 1 or ahead:  # at once: others may need them before this rank does
-            pieces = chain(list(islice(pieces, 1)), pieces)
-        return pieces, lambda _: None
+            loaded = chain(list(islice(loaded, 1)), loaded)
+        return loaded, lambda _: None
 
     def finish(self) -> None:
         """Return when all that was sent has been received."""
@@ -272,21 +272,21 @@ class Feed:
         self._pending.clear()
 
     def _distribute(self, demand: Demand, together: int, ahead: int) -> Iterator[Batch]:
-        """This rank's pieces; the others get theirs."""
+        """What this rank loads; the others get theirs."""
         own, sizes, sent = deque[Batch](), demand.sizes, 0
         for number in range(len(sizes)):
             until = (number // together + 1) * together + ahead
             while sent < min(until, len(sizes)):
                 batch = next(self._loaded)
-                for rank, pieces in demand.needs.items():
-                    if sent not in pieces:
+                for rank, loads in demand.needs.items():
+                    if sent not in loads:
                         continue
-                    piece = narrowed(batch, pieces[sent], sizes[sent])
+                    part = narrowed(batch, loads[sent], sizes[sent])
                     if rank == demand.rank:
-                        own.append(piece)
+                        own.append(part)
                     else:
-                        piece = _without_values(piece, self._wanted[rank])
-                        self._post.send(Parcel(piece, self._source), rank)
+                        part = _without_values(part, self._wanted[rank])
+                        self._post.send(Parcel(part, self._source), rank)
                 sent += 1
             if number in demand.own:
                 yield own.popleft()
@@ -337,6 +337,6 @@ def reads_once(job: CapturedJob, profile: Profile) -> bool:
     return read == "once" or (read == "auto" and (job.loader.samples is None or differ))
 
 
-def _common(one: Rows, other: Rows) -> Rows:
+def _common(one: Span, other: Span) -> Span:
     start = max(one.start, other.start)
     return one._replace(start=start, stop=max(start, min(one.stop, other.stop)))

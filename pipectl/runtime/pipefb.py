@@ -30,7 +30,7 @@ from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
 from pipectl.capture import Cut, Slot
 from pipectl.capture.opaque import Opaque
 from pipectl.capture.operators import runs_own_code
-from pipectl.capture.slices import Rows
+from pipectl.capture.slices import Span
 from pipectl.capture.stage import Receive
 from pipectl.capture.tensors import storage_of
 from pipectl.errors import MismatchError, WorkerError
@@ -302,14 +302,14 @@ class _Half(Stage):
         super().__init__(*args, **kwargs)
         (self._segment,) = self.segments
         self._wire, self._other_rank = wire, other_rank
-        self._agreed: dict[Rows, Agreement] = {}
+        self._agreed: dict[Span, Agreement] = {}
         planned = next(iter(self._segment.codes.values()))
         self._places = places_of(planned.cut, self.index)
-        self._graphs: dict[Rows, Graph] = {}
+        self._graphs: dict[Span, Graph] = {}
         self._arrived: dict[int, tuple[MicroBatch, list[Any]]] = {}
 
-    def _code(self, rows: Rows) -> Code:
-        return self._segment.codes[rows]
+    def _code(self, span: Span) -> Code:
+        return self._segment.codes[span]
 
     def forget(self) -> None:
         """Drop gradients and unfinished micro-batches."""
@@ -329,13 +329,13 @@ class ForwardHalf(_Half):
             The stage's results, and what its backward needs, by slot.
         """
         assert micro_batch.age == 0  # it holds only the newest weights
-        index, code = micro_batch.number, self._code(micro_batch.rows)
+        index, code = micro_batch.number, self._code(micro_batch.span)
         if self._segment.recomputes:
             results = super().forward(micro_batch, inputs, arrived)
             kept = self._segment.kept.pop(index)
             assert isinstance(kept, Start)
             return results | self._message(micro_batch, _tensors_of(kept, code))
-        is_first, start = micro_batch.rows not in self._agreed, None
+        is_first, start = micro_batch.span not in self._agreed, None
         if is_first:
             start = Start(micro_batch, inputs, arrived, {}).map_tensors(_on_host)
         saved: list[Tensor] = []
@@ -375,12 +375,12 @@ class ForwardHalf(_Half):
         structure: Sequence[str] = (),
     ) -> Tensors:
         """The message of what a backward needs, by slot; its memory layout must never change."""
-        rows, code = micro_batch.rows, self._code(micro_batch.rows)
+        span, code = micro_batch.span, self._code(micro_batch.span)
         agreement, message = pack(tensors, lasting_states(code), self.casts, self._places)
-        if rows not in self._agreed:
-            self._agreed[rows] = agreement._replace(start=start, structure=tuple(structure))
-            self._wire.send_object(self._agreed[rows], self._other_rank, self.index)
-        if agreement[:2] != self._agreed[rows][:2]:
+        if span not in self._agreed:
+            self._agreed[span] = agreement._replace(start=start, structure=tuple(structure))
+            self._wire.send_object(self._agreed[span], self._other_rank, self.index)
+        if agreement[:2] != self._agreed[span][:2]:
             raise WorkerError(
                 f"stage {self.index} saves other tensors for its backward than before, so that "
                 "they cannot be sent to another rank",
@@ -406,16 +406,16 @@ class BackwardHalf(_Half):
         Raises:
             MismatchError: the backward of this stage's code cannot run on another rank.
         """
-        rows = micro_batch.rows
-        if rows not in self._agreed:
+        span = micro_batch.span
+        if span not in self._agreed:
             agreed = self._wire.receive_object(self._other_rank, self.index)
-            self._agreed[rows] = agreed
+            self._agreed[span] = agreed
             if agreed.start is not None:
                 start = agreed.start.map_tensors(lambda tensor: tensor.to(self.device))
-                buffers = {i: buffer.clone() for i, buffer in written_states(self._code(rows))}
+                buffers = {i: buffer.clone() for i, buffer in written_states(self._code(span))}
                 graph = Graph(self.index, self._segment, start._replace(buffers=buffers))
                 agreed.check(self.index, graph)
-                self._graphs[rows] = graph
+                self._graphs[span] = graph
         tensors: list[Any] = list(message.values())
         pool = self._pool(micro_batch.number, ())
         if pool is not None:
@@ -426,7 +426,7 @@ class BackwardHalf(_Half):
         """Run the forward of a micro-batch from the inputs that the other half sent."""
         began, values = self._unpacked(micro_batch)
         version = None if self.versions is None else self.versions.of_age(micro_batch.age)
-        start = _start_of(values, began, self._code(began.rows))
+        start = _start_of(values, began, self._code(began.span))
         self._segment.kept[micro_batch.number] = start._replace(version=version)
         super().recompute(micro_batch)
 
@@ -436,7 +436,7 @@ class BackwardHalf(_Half):
         """Run the backward of a micro-batch; parameter gradients accumulate."""
         if not self._segment.recomputes:
             began, values = self._unpacked(micro_batch)
-            graph = self._graphs[began.rows]
+            graph = self._graphs[began.span]
             graph.values = list[Tensor | None](values)
             self._segment.kept[micro_batch.number] = graph
             del values
@@ -447,11 +447,11 @@ class BackwardHalf(_Half):
         began, packed = self._arrived.pop(micro_batch.number)
         self.saved.pop(micro_batch.number, None)
         message = [None if item is None else unpack(item) for item in packed]
-        states = lasting_states(self._code(began.rows))
+        states = lasting_states(self._code(began.span))
         if self.versions is not None:
             used = self.versions.of_age(micro_batch.age).replaced_in(list(states.values()))
             states = dict(zip(states, used, strict=True))
-        return began, self._agreed[began.rows].unpack(message, states, self.casts)
+        return began, self._agreed[began.span].unpack(message, states, self.casts)
 
 
 def make_half(

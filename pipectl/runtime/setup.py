@@ -14,7 +14,7 @@ from torch import nn
 from pipectl.capture import CapturedJob, Cut, evaluation_stages
 from pipectl.capture.norms import refuse_single_values
 from pipectl.capture.python_state import preserve_state
-from pipectl.capture.slices import Rows
+from pipectl.capture.slices import Span
 from pipectl.errors import MismatchError
 from pipectl.lanes import Lane
 from pipectl.plan import Plan, Replication
@@ -156,11 +156,11 @@ class Setup:
         if is_unflushed(plan):  # the same messages, in steps that do not overlap
             plan = replace(plan, schedule=ONE_F_ONE_B.name)
         with preserve_state(self.job.wrapper, self.written.values()):
-            for rows in self._division.sizes:
-                trial = self.batches.step_of(plan_of_trial(plan, rows.whole), rows.length)
-                example = partial(self.job.loader.example, rows.whole, length=rows.length)
+            for span in self._division.sizes:
+                trial = self.batches.step_of(plan_of_trial(plan, span.whole), span.length)
+                example = partial(self.job.loader.example, span.whole, length=span.length)
                 whole: Any = example() if self.batches.loader is not None else None
-                batches = (narrowed(whole, piece, rows) for piece in trial.pieces.values())
+                batches = (narrowed(whole, load, span) for load in trial.loads.values())
                 self.training.run(self.batches.make_run(trial, batches, "layouts"))
                 for stage in self.stages.values():
                     stage.forget()
@@ -181,16 +181,16 @@ class Setup:
             compiles = bool(self.job.spec.training.compile)
             return make_half(stage, index, rank, wire, cuts, *shared, mover, compiles=compiles)
         own: dict[Key, Cut] = {}
-        for (training, rows), cut in cuts.items():  # by the rows that a stage computes together
-            parts: dict[int, Rows] = {}
+        for (training, span), cut in cuts.items():  # by the samples that a stage computes together
+            parts: dict[int, Span] = {}
             if training:
-                parts = parts_of(plan_of_trial(self.plan, rows.whole), rank, index, rows.length)
+                parts = parts_of(plan_of_trial(self.plan, span.whole), rank, index, span.length)
                 mine = [name for name, stage in cut.stage_of.items() if stage == index]
                 for part in parts.values():  # a whole micro-batch was checked with its graph
                     if not part.is_whole:
                         refuse_single_values(cut.graph, part.size, part.length, mine)
             if parts or not training or self.plan.replication is Replication.WHOLE:
-                own[training, parts.get(0, rows)] = cut
+                own[training, parts.get(0, span)] = cut
         firsts = () if stage.segments is None else stage.segments.firsts
         return Stage(index, own, *shared, recompute=stage.recompute, firsts=firsts, mover=mover)
 
@@ -198,22 +198,22 @@ class Setup:
         """A cut for micro-batches of every shape; they share the graph if its sizes are dynamic."""
         plan_stages = dict(self.plan.stage_of)
         cuts: dict[Key, Cut] = {}
-        for rows in self._division.sizes:
-            graph = self.job.training_graph(*rows.shape)
-            cuts[True, rows] = Cut(graph, plan_stages, training=True)
+        for span in self._division.sizes:
+            graph = self.job.training_graph(*span.shape)
+            cuts[True, span] = Cut(graph, plan_stages, training=True)
         training = cuts[True, self._division.planned].graph
-        for rows in self._division.evaluation_sizes:
-            graph = self.job.evaluation_graph(*rows.shape)
+        for span in self._division.evaluation_sizes:
+            graph = self.job.evaluation_graph(*span.shape)
             stages = evaluation_stages(graph, training, plan_stages)
-            cuts[False, rows] = Cut(graph, stages, training=False)
+            cuts[False, span] = Cut(graph, stages, training=False)
         return cuts
 
     def _engine(self, cut: Cut, cuts: Mapping[Key, Cut]) -> Engine:
         """An engine with its own messages, for one cut or for cuts of all sizes like it."""
         group = self.communicator.Dup()
         transport = Transport(group, self.device, cut.lanes, self._progress, check=self._checks)
-        alike = {rows: each for (kind, rows), each in cuts.items() if kind is cut.training}
-        graphs = {rows.shape: each.graph for rows, each in alike.items()}
+        alike = {span: each for (kind, span), each in cuts.items() if kind is cut.training}
+        graphs = {span.shape: each.graph for span, each in alike.items()}
         reductions = self.replicas.reductions
         return Engine(self.stages, cut, transport, self.device, self.board, reductions, graphs)
 

@@ -34,7 +34,7 @@ from pipectl.capture.casts import Casting
 from pipectl.capture.graph import CapturedGraph, State
 from pipectl.capture.randomness import SEEDERS
 from pipectl.capture.regions import arithmetic
-from pipectl.capture.slices import Rows
+from pipectl.capture.slices import Span
 from pipectl.capture.stage import Receive, StageCode
 from pipectl.runtime.casts import SharedCasts
 from pipectl.runtime.device import Device, move
@@ -52,21 +52,21 @@ from pipectl.runtime.versions import Version, Versions
 from pipectl.runtime.written import StepWrites, copy_written, keep_written
 from pipectl.torch_api import edge_of
 
-Key = tuple[bool, Rows]
-"""(training, rows): whether code is for training, and the rows that one call computes."""
+Key = tuple[bool, Span]
+"""(training, span): whether code is for training, and the samples that one call computes."""
 
 
 class MicroBatch(NamedTuple):
     """The micro-batch of a computation.
 
     Args:
-        rows: to compute.
+        span: samples to compute.
         seed: of (run, step, micro-batch), for random operators.
         age: of the weights, in updates.
     """
 
     number: int
-    rows: Rows
+    span: Span
     seed: int = 0
     age: int = 0
 
@@ -176,7 +176,7 @@ class Segment:
 
     Args:
         number: index of the segment among the stages of the cuts.
-        cuts: by rows, for every size that it will compute.
+        cuts: by span, for every size that it will compute.
         argument: returns a parameter or buffer that some code is called with.
         change: what to do to new code.
         recomputes: whether a forward keeps only its inputs.
@@ -190,7 +190,7 @@ class Segment:
     def __init__(
         self,
         number: int,
-        cuts: Mapping[Rows, Cut],
+        cuts: Mapping[Span, Cut],
         argument: Callable[[Cut, Slot], Tensor],
         device: torch.device,
         precision: str,
@@ -201,13 +201,13 @@ class Segment:
         self.recomputes = recomputes
         self._arithmetic = arithmetic(precision, device)
         self._anchor = torch.zeros((), requires_grad=True)
-        self.codes: dict[Rows, Code] = {}
-        for rows, cut in cuts.items():
+        self.codes: dict[Span, Code] = {}
+        for span, cut in cuts.items():
             graph = cut.graph
-            code = change(build_stage(cut, number, rows, device), graph)
+            code = change(build_stage(cut, number, span, device), graph)
             names = graph.written if recomputes else graph.rewritten
             assert isinstance(code.module, fx.GraphModule)
-            self.codes[rows] = Code(
+            self.codes[span] = Code(
                 code,
                 cut,
                 [argument(cut, slot) for slot in code.states],
@@ -234,7 +234,7 @@ class Segment:
         if not self.recomputes:
             self.kept[index], results = self.run(start, again=False, pool=pool)
             return results
-        code = self.codes[start.micro_batch.rows]
+        code = self.codes[start.micro_batch.span]
         # The forward does not keep the memory of buffers: see keep_written().
         buffers = {index: code.arguments[index].detach() for index in code.written}
         inputs = {name: start.inputs[name] for name in code.stage.inputs}
@@ -280,7 +280,7 @@ class Segment:
     ) -> tuple[Live, dict[Slot, Tensor]]:
         """A training forward; if ``again``, it was run before and changes no buffer."""
         micro_batch, version = start.micro_batch, start.version
-        code = self.codes[micro_batch.rows]
+        code = self.codes[micro_batch.span]
         caught: dict[Slot, Tensor | None] = {}
         values: dict[Slot, Tensor] = {}
         for slot, source, has_gradient in code.received:
@@ -343,7 +343,7 @@ class Stage:
 
     Args:
         index: of the stage.
-        cuts: by (training, rows), for every size that it will compute.
+        cuts: by (training, span), for every size that it will compute.
         states: the model's parameters and buffers by full name; those of this stage are moved
             to the device in place.
         precision: as in the spec.
@@ -390,9 +390,9 @@ class Stage:
         self.buffers: dict[str, Tensor] = {}
         self.uses: dict[Slot, Tensor] = {}
         self._constants: dict[str, Tensor] = {}
-        training = {rows: cut for (trains, rows), cut in cuts.items() if trains}
-        evaluating = {rows: cut for (trains, rows), cut in cuts.items() if not trains}
-        inner = {rows: cut.in_segments(index, firsts) for rows, cut in training.items()}
+        training = {span: cut for (trains, span), cut in cuts.items() if trains}
+        evaluating = {span: cut for (trains, span), cut in cuts.items() if not trains}
+        inner = {span: cut.in_segments(index, firsts) for span, cut in training.items()}
         given = self.argument, self.device, precision
         again = recompute or bool(firsts)
         self.segments = [
@@ -404,18 +404,18 @@ class Stage:
         for key in cuts:
             names = (name for code in self._codes(key) for name in code.stage.inputs)
             self._inputs[key] = tuple(dict.fromkeys(names))
-        self._results: dict[Rows, list[Slot]] = {}
-        for rows, cut in training.items():
-            results = {slot for code in self._codes((True, rows)) for slot in code.stage.results}
-            self._results[rows] = [slot for slot in cut.sent(index) if slot in results]
+        self._results: dict[Span, list[Slot]] = {}
+        for span, cut in training.items():
+            results = {slot for code in self._codes((True, span)) for slot in code.stage.results}
+            self._results[span] = [slot for slot in cut.sent(index) if slot in results]
 
-    def draws(self, training: bool, rows: Rows) -> bool:
+    def draws(self, training: bool, span: Span) -> bool:
         """Whether it draws random numbers, so that its micro-batches need a seed."""
-        return any(code.draws for code in self._codes((training, rows)))
+        return any(code.draws for code in self._codes((training, span)))
 
-    def inputs(self, training: bool, rows: Rows) -> tuple[str, ...]:
+    def inputs(self, training: bool, span: Span) -> tuple[str, ...]:
         """Names of the batch tensors this stage reads."""
-        return self._inputs[training, rows]
+        return self._inputs[training, span]
 
     def reads(self, *, training: bool) -> set[str]:
         """Names of the batch tensors that it reads of micro-batches of any shape."""
@@ -436,7 +436,7 @@ class Stage:
         version = None if self.versions is None else self.versions.of_age(micro_batch.age)
         pool = None
         if self._mover is not None:
-            codes = (segment.codes[micro_batch.rows] for segment in self.segments)
+            codes = (segment.codes[micro_batch.span] for segment in self.segments)
             states = [state for code in codes for state in code.arguments]
             used = states if version is None else version.replaced_in(states)
             pool = self._pool(micro_batch.number, used)
@@ -448,7 +448,7 @@ class Stage:
                 values[slot] = tensor.detach()
         if self.writes is not None and before is not None:
             self.writes.end(micro_batch.number, before)
-        return {slot: values[slot] for slot in self._results[micro_batch.rows]}
+        return {slot: values[slot] for slot in self._results[micro_batch.span]}
 
     def recompute(self, micro_batch: MicroBatch) -> None:
         """Run a forward again; if the stage has several segments, that of the last one."""
@@ -475,7 +475,7 @@ class Stage:
         for segment in reversed(self.segments):
             if segment is not self.segments[-1]:
                 segment.recompute(index)
-            slots = segment.codes[micro_batch.rows].returning
+            slots = segment.codes[micro_batch.span].returning
             entering = {slot: returned.pop(slot) for slot in slots if slot in returned}
             caught, version = segment.backward(index, entering, weight, scale)
             returned |= caught
@@ -501,7 +501,7 @@ class Stage:
         self, micro_batch: MicroBatch, inputs: Mapping[str, Tensor], arrived: Tensors
     ) -> Tensors:
         """Run the evaluation forward of a micro-batch; returns the results by slot."""
-        code = self._evaluation.codes[micro_batch.rows]
+        code = self._evaluation.codes[micro_batch.span]
         received = [arrived[slot] for slot in code.stage.received]
         states = copy_written(code.arguments, code.written)
         with torch.no_grad():
@@ -582,9 +582,9 @@ class Stage:
         raise NotImplementedError
 
     def _codes(self, key: Key) -> list[Code]:
-        trains, rows = key
+        trains, span = key
         segments = self.segments if trains else [self._evaluation]
-        return [segment.codes[rows] for segment in segments]
+        return [segment.codes[span] for segment in segments]
 
     def share_casts(self, code: StageCode, graph: CapturedGraph) -> StageCode:
         """Let code of this stage take the casts of weights that its micro-batches share."""

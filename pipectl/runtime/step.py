@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pipectl.capture.data import micro_batches_of
 from pipectl.capture.randomness import seed_of
-from pipectl.capture.slices import Rows
+from pipectl.capture.slices import Span
 from pipectl.lanes import Lane, TransferKind
 from pipectl.plan import Plan, Replication
 from pipectl.runtime.layout import Tensors
@@ -50,19 +50,19 @@ class Step:
         sizes: every micro-batch as a whole.
         plan: of this step; None for evaluations, renewals and overlapping steps, which take every
             micro-batch as a whole.
-        pieces: what is loaded together: some rows of each micro-batch that is needed, by rising
+        loads: what is loaded together: some samples of each micro-batch that is needed, by rising
             micro-batch.
-        losses: the rows of each micro-batch whose loss this rank computes, in order; not used if
+        losses: the samples of each micro-batch whose loss this rank computes, in order; not used if
             steps overlap.
     """
 
     actions: Actions
     channels: Sequence[Channel]
     rank: int
-    sizes: Sequence[Rows]
+    sizes: Sequence[Span]
     plan: Plan | None = None
-    pieces: Mapping[int, Rows] = field(default_factory=dict)
-    losses: Mapping[int, Rows] = field(default_factory=dict)
+    loads: Mapping[int, Span] = field(default_factory=dict)
+    losses: Mapping[int, Span] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -87,41 +87,40 @@ class Step:
             ScheduleError: see :func:`pipectl.schedule.lower`.
         """
         sizes, losses = _sizes(plan, length), parts_of(plan, rank, loss_stage, length)
-        pieces = pieces_of(plan, rank, reading, length, load_whole=load_whole)
+        loads = loads_of(plan, rank, reading, length, load_whole=load_whole)
         actions = lower(plan, rank)
         computed = (
             row[2] for row in actions.rows.tolist() if row[:2] == [Kind.FORWARD, loss_stage]
         )
         losses = {number: losses[number] for number in computed}
-        return cls(actions, channels(plan), rank, sizes, plan, pieces, losses)
+        return cls(actions, channels(plan), rank, sizes, plan, loads, losses)
 
     @property
     def positions(self) -> list[range]:
-        """The loaded pieces as positions within the batch."""
+        """What is loaded together, as positions within the batch."""
         assert self.plan is not None
         whole = micro_batches_of(self.plan.batch_size, self.plan.micro_batch_size)
-        return [whole[i][piece.start : piece.stop] for i, piece in self.pieces.items()]
+        return [whole[i][load.start : load.stop] for i, load in self.loads.items()]
 
     @cached_property
-    def local(self) -> dict[tuple[TransferKind, int], list[tuple[int, Mapping[int, Rows]]]]:
-        """Channels with both ends on this rank, with the rows that they carry of every micro-batch.
-
-        By kind and source stage.
+    def local(self) -> dict[tuple[TransferKind, int], list[tuple[int, Mapping[int, Span]]]]:
+        """Channels with both ends on this rank, with the samples that they carry of every
+        micro-batch, by kind and source stage.
         """
-        local: dict[tuple[TransferKind, int], list[tuple[int, Mapping[int, Rows]]]] = {}
+        local: dict[tuple[TransferKind, int], list[tuple[int, Mapping[int, Span]]]] = {}
         for index, channel in enumerate(self.channels):
             if channel.is_local and channel.source_rank == self.rank:
                 carried = dict(enumerate(self.sizes))
                 if self.plan is not None:
                     each = messages(self.plan, channel, self.plan.micro_batches)
-                    carried = _rows_of(each, self.sizes)
+                    carried = _spans_of(each, self.sizes)
                 key = channel.kind, channel.source_stage
                 local.setdefault(key, []).append((index, carried))
         return local
 
     @cached_property
     def heads(self) -> dict[tuple[int, int], int]:
-        """By channel and micro-batch, the first row of the part of the replica at its end.
+        """By channel and micro-batch, the first sample of the part of the replica at its end.
 
         The end is the stage that reads values and computes gradients. Empty if nothing is split.
         """
@@ -133,8 +132,8 @@ class Step:
                 source = channel.source_stage, channel.source_replica
                 target = channel.target_stage, channel.target_replica
                 mine = portion(self.plan, *max(source, target), self.plan.micro_batches)
-                parts = _rows_of(mine, self.sizes)
-                heads.update({(index, i): rows.start for i, rows in parts.items()})
+                parts = _spans_of(mine, self.sizes)
+                heads.update({(index, i): span.start for i, span in parts.items()})
         return heads
 
     @cached_property
@@ -145,10 +144,10 @@ class Step:
         return {row[1]: row[2] for row in rows if row[0] == Kind.BACKWARD and row[1] in summed}
 
 
-class Piece(NamedTuple):
+class Arrived(NamedTuple):
     """Values of a micro-batch that arrived from one replica."""
 
-    rows: Rows
+    span: Span
     tensors: Tensors
 
 
@@ -177,13 +176,13 @@ class StepRun:
     Args:
         weights: weight in the loss of every micro-batch, or of this rank's part of it; empty in
             evaluation.
-        batches: yields (inputs, targets) of every piece; empty if no stage reads them.
+        batches: yields (inputs, targets) of every load; empty if no stage reads them.
         seed: parts of the seed of random operators, the step last.
         scale: of the loss in backwards.
         update: called at every UPDATE with this run, its stage and micro-batch.
         meet: called with every micro-batch before its loss is computed, and before the backward
             that begins with it.
-        loads: whether every evaluation loads its micro-batch, for other ranks.
+        loads_for_others: whether every evaluation loads its micro-batch, for other ranks.
         recording: records the start and end of every row.
         per_step: micro-batches per step, if the run has several steps; they are numbered across
             steps.
@@ -207,10 +206,10 @@ class StepRun:
     scale: float = 1.0
     update: Update = lambda *_: None
     meet: Callable[[int], None] = lambda _: None
-    loads: bool = False
+    loads_for_others: bool = False
     recording: Recording | None = None
     per_step: int | None = None
-    inbox: dict[Key, list[Piece]] = field(default_factory=dict)
+    inbox: dict[Key, list[Arrived]] = field(default_factory=dict)
     outbox: tuple[int, Tensors] = (0, {})
     sends: dict[tuple[int, int], Posted] = field(default_factory=dict)
     receives: dict[tuple[int, int], Posted] = field(default_factory=dict)
@@ -221,7 +220,7 @@ class StepRun:
     worked_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self._order = iter(self.step.pieces)
+        self._order = iter(self.step.loads)
         self._loaded: dict[int, Batch] = {}
 
     def seed_of(self, micro_batch: int) -> int:
@@ -233,12 +232,12 @@ class StepRun:
         assert isinstance(first, int)
         return seed_of(*before, first + step, index)
 
-    def load(self, micro_batch: int, rows: Rows) -> Batch:
-        """The batch of some rows of a micro-batch."""
+    def load(self, micro_batch: int, span: Span) -> Batch:
+        """The batch of some samples of a micro-batch."""
         while micro_batch not in self._loaded:
             index = next(self._order)
             self._loaded[index] = next(self.batches)
-        inputs, targets = narrowed(self._loaded[micro_batch], rows, self.step.pieces[micro_batch])
+        inputs, targets = narrowed(self._loaded[micro_batch], span, self.step.loads[micro_batch])
         return inputs, targets
 
     def drop(self, micro_batch: int) -> None:
@@ -246,16 +245,16 @@ class StepRun:
         self._loaded.pop(micro_batch, None)
 
 
-def narrowed(batch: Any, rows: Rows, piece: Rows) -> Any:
-    """Some rows of every tensor of a loaded piece."""
-    if rows == piece:
+def narrowed(batch: Any, span: Span, loaded: Span) -> Any:
+    """Some samples of every tensor of those that were loaded together."""
+    if span == loaded:
         return batch
-    part = slice(rows.start - piece.start, rows.stop - piece.start)
+    part = slice(span.start - loaded.start, span.stop - loaded.start)
     return pytree.tree_map_only(Tensor, lambda tensor: tensor[part], batch)
 
 
-def parts_of(plan: Plan, rank: int, stage: int, length: int = 0) -> dict[int, Rows]:
-    """The rows that a rank computes of a stage, by micro-batch; empty for stages of other ranks.
+def parts_of(plan: Plan, rank: int, stage: int, length: int = 0) -> dict[int, Span]:
+    """The samples that a rank computes of a stage, by micro-batch; empty for stages of other ranks.
 
     Args:
         length: of sequences; 0 without buckets.
@@ -263,26 +262,26 @@ def parts_of(plan: Plan, rank: int, stage: int, length: int = 0) -> dict[int, Ro
     for role in roles(plan, rank):
         if role.stage == stage and role.kind is Kind.FORWARD:
             mine = portion(plan, stage, role.replica, plan.micro_batches)
-            return _rows_of(mine, _sizes(plan, length))
+            return _spans_of(mine, _sizes(plan, length))
     return {}
 
 
-def pieces_of(
+def loads_of(
     plan: Plan, rank: int, reading: Sequence[int], length: int = 0, *, load_whole: bool
-) -> dict[int, Rows]:
-    """What a rank loads: some rows of each micro-batch that it needs, by rising micro-batch.
+) -> dict[int, Span]:
+    """What a rank loads: some samples of each micro-batch that it needs, by rising micro-batch.
 
     Args:
         reading, length, load_whole: see :meth:`Step.of`.
     """
-    pieces: dict[int, Rows] = {}
-    for stage in reading:  # the smallest range of each micro-batch that contains all rows
+    loads: dict[int, Span] = {}
+    for stage in reading:  # the smallest range of each micro-batch that contains all of them
         for index, part in parts_of(plan, rank, stage, length).items():
-            known = pieces.get(index, part)
+            known = loads.get(index, part)
             start, stop = min(known.start, part.start), max(known.stop, part.stop)
-            pieces[index] = part._replace(start=start, stop=stop)
+            loads[index] = part._replace(start=start, stop=stop)
     sizes = _sizes(plan, length)
-    return {i: sizes[i] if load_whole else pieces[i] for i in sorted(pieces)}
+    return {i: sizes[i] if load_whole else loads[i] for i in sorted(loads)}
 
 
 def lane_of(channel: Channel) -> Lane:
@@ -290,12 +289,12 @@ def lane_of(channel: Channel) -> Lane:
     return Lane(channel.kind, channel.source_stage, channel.target_stage)
 
 
-def _sizes(plan: Plan, length: int) -> list[Rows]:
+def _sizes(plan: Plan, length: int) -> list[Span]:
     parts = micro_batches_of(plan.batch_size, plan.micro_batch_size)
-    return [Rows.of(len(part), length) for part in parts]
+    return [Span.of(len(part), length) for part in parts]
 
 
-def _rows_of(part: Portion, sizes: Sequence[Rows]) -> dict[int, Rows]:
+def _spans_of(part: Portion, sizes: Sequence[Span]) -> dict[int, Span]:
     index = part.micro_batches
     start, stop = (np.broadcast_to(np.asarray(edge), index.shape) for edge in part[1:])
     return {

@@ -53,7 +53,7 @@ def ours(spec: JobSpec, plan: Plan, progress: Progress, folder: Path, batch: Any
     weights = [rows.size / plan.batch_size for rows in doing.sizes]
     cut = (tensor[: plan.batch_size].split(plan.micro_batch_size) for tensor in batch)
     parts = list(zip(*cut, strict=True))
-    mine = [parts[index] for index in doing.pieces]
+    mine = [parts[index] for index in doing.loads]
 
     def step(number: int) -> None:
         trainer._end.begin()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipectl.capture import CapturedGraph, CapturedJob, Cut, build_stage
 from pipectl.capture.batch import by_name
-from pipectl.capture.slices import Rows
+from pipectl.capture.slices import Span
 from pipectl.spec import JobSpec
 
 MODELS = Path(__file__).with_name("models.py")
@@ -133,20 +133,20 @@ def graph_of(job_of: Callable[[str], CapturedJob]) -> Callable[[str], CapturedGr
 
 @pytest.fixture(scope="session")
 def run_whole() -> Callable[..., Tensor]:
-    """``run_whole(job, rows)``: the loss of its graph as one stage, on some of the first samples
+    """``run_whole(job, span)``: the loss of its graph as one stage, on some of the first samples
     of its data."""
 
     def run(
-        job: CapturedJob, rows: Rows | int = 4, *, seed: int = 0, training: bool = True
+        job: CapturedJob, span: Span | int = 4, *, seed: int = 0, training: bool = True
     ) -> Tensor:
-        rows = Rows.of(rows) if isinstance(rows, int) else rows
+        span = Span.of(span) if isinstance(span, int) else span
         graph_of = job.training_graph if training else job.evaluation_graph
-        graph = graph_of(rows.whole, rows.length)
+        graph = graph_of(span.whole, span.length)
         stage_of = {node.name: 0 for node in graph.operators}
-        code = build_stage(Cut(graph, stage_of, training), 0, rows)
-        batch = by_name(graph, job.loader.example(rows.whole, length=rows.length))
+        code = build_stage(Cut(graph, stage_of, training), 0, span)
+        batch = by_name(graph, job.loader.example(span.whole, length=span.length))
         states = [job.states[graph.states[slot.value].name] for slot in code.states]
-        inputs = (batch[name][rows.start : rows.stop] for name in code.inputs)
+        inputs = (batch[name][span.start : span.stop] for name in code.inputs)
         return code.module(seed, *states, *inputs)[0]
 
     return run

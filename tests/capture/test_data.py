@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from pipectl.capture.batch import Reader, by_name
 from pipectl.capture.data import Loader, Samples
-from pipectl.capture.slices import Rows
+from pipectl.capture.slices import Span
 from pipectl.errors import CaptureError, PipectlError, WorkerError
 from pipectl.faults import is_ours
 
@@ -447,7 +447,7 @@ def test_the_graph_of_a_length_gives_what_the_model_gives_or_a_length_is_refused
     assert job.training_graph(3).tokens_per_sample
     for length in (5, 8, 12):
         plain = job.wrapper(*job.loader.example(3, length=length))
-        assert torch.equal(run_whole(job, Rows.of(3, length)), plain)
+        assert torch.equal(run_whole(job, Span.of(3, length)), plain)
     job.check_shapes(3)
 
 

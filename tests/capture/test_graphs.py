@@ -15,7 +15,7 @@ from pipectl.capture.accelerator_autocast import autocast_of
 from pipectl.capture.groups import assign_groups
 from pipectl.capture.operators import FunctionCall
 from pipectl.capture.regions import WHOLE, Autocast, Region, arithmetic, region_of
-from pipectl.capture.slices import Rows, coupled_operators
+from pipectl.capture.slices import Span, coupled_operators
 from pipectl.capture.traits import find_traits
 from pipectl.errors import CaptureError
 
@@ -400,9 +400,9 @@ def test_replicas_do_not_share_what_draws_numbers_of_samples(
     code = "x = x + torch.randint({}, (x.shape[0],)).unsqueeze(1)"
     draws = {"OfClasses": code.format(6), "OfSamples": code.format("x.shape[0]")}
     path = write_modules(draws)
-    run_whole(make_job(f"{path}:WholeOfClasses"), Rows(2, 4, 4))
+    run_whole(make_job(f"{path}:WholeOfClasses"), Span(2, 4, 4))
     with pytest.raises(CaptureError, match=r"'randint' may draw .* cannot share its samples"):
-        run_whole(make_job(f"{path}:WholeOfSamples"), Rows(2, 4, 4))
+        run_whole(make_job(f"{path}:WholeOfSamples"), Span(2, 4, 4))
 
 
 MEAN = "self.kept.running_mean"

@@ -30,7 +30,7 @@ from pipectl.capture.batch import by_name
 from pipectl.capture.operators import is_random
 from pipectl.capture.randomness import seed_of, seed_operator
 from pipectl.capture.regions import _devices, accelerator_in_use
-from pipectl.capture.slices import Rows
+from pipectl.capture.slices import Span
 from pipectl.errors import CaptureError, MismatchError
 from pipectl.lanes import Lane, TransferKind
 from pipectl.runtime.device import CpuDevice
@@ -157,7 +157,7 @@ def test_outputs_travel_to_the_loss_of_an_evaluation_which_waits_for_them(
         results = stage.module(0, *states, *(batch[name] for name in stage.inputs))
         found = dict(zip(stage.results, results, strict=True))
         measured = Metrics(job.metrics())
-        measured.add(size, 1.0, outputs_of(graph, Rows.of(size), found), targets)
+        measured.add(size, 1.0, outputs_of(graph, Span.of(size), found), targets)
         assert measured.result()["right"] == 1.0
 
 
@@ -266,17 +266,17 @@ def test_saved_tensors_may_leave_the_device(
     make_job, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That changes no bit, so that other tests would not miss it."""
-    rows = Rows.of(4)
+    span = Span.of(4)
     monkeypatch.setattr(SavedTensors, "min_bytes", 0)
     mover = Mover(None, torch.device("cpu"))
     job = make_job("mlp", kwargs={"deep": 1})
     graph = job.training_graph(4)
-    cuts = {(True, rows): Cut(graph, stages(graph), training=True)}
+    cuts = {(True, span): Cut(graph, stages(graph), training=True)}
     firsts = [graph.operators[-4].name] if kind == "in blocks" else []  # the last four are a block
     given = {"firsts": firsts, "recompute": kind == "recomputing", "mover": mover}
     stage = Stage(0, cuts, job.states, CpuDevice(), **given)
     known = by_name(graph, job.loader.example(4))
-    stage.forward(MicroBatch(0, rows), {name: known[name] for name in stage.inputs(True, rows)}, {})
+    stage.forward(MicroBatch(0, span), {name: known[name] for name in stage.inputs(True, span)}, {})
     assert stage.saved[0].blocks
     mover.close()
 
@@ -320,7 +320,7 @@ def test_rows_of_a_draw_that_gives_several_tensors(make_job, write_modules, run_
     first = "nn.LSTM(3, 3, num_layers=2, dropout=0.5, batch_first=True)"
     code = "x = self.kept(x.unflatten(1, (2, 3)))[0].flatten(1)"
     job = make_job(f"{write_modules({'Dropped': (first, code)})}:WholeDropped")
-    whole, *halves = (run_whole(job, rows, seed=5) for rows in (8, Rows(0, 4, 8), Rows(4, 8, 8)))
+    whole, *halves = (run_whole(job, span, seed=5) for span in (8, Span(0, 4, 8), Span(4, 8, 8)))
     assert torch.allclose(whole, sum(halves) / 2)
     assert not torch.equal(run_whole(job, 8, seed=6), whole)
 

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedJob, Cut, Slot, evaluation_stages
 from pipectl.capture.randomness import seed_of
-from pipectl.capture.slices import Rows
+from pipectl.capture.slices import Span
 from pipectl.lanes import TransferKind
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.gradients import shared_uses
@@ -83,14 +83,14 @@ class Stages:
     ) -> None:
         training = job.training_graph(size)
         self.cut = Cut(training, stage_of, training=True)
-        self._job, self._rows, self._recompute = job, Rows.of(size), recompute
-        cuts = {(True, self._rows): self.cut}
+        self._job, self._span, self._recompute = job, Span.of(size), recompute
+        cuts = {(True, self._span): self.cut}
         given = CpuDevice(), job.spec.training.precision
         if evaluates:
             evaluation = job.evaluation_graph(size)
             in_evaluation = evaluation_stages(evaluation, training, stage_of)
             self.evaluation_cut = Cut(evaluation, in_evaluation, training=False)
-            cuts[False, self._rows] = self.evaluation_cut
+            cuts[False, self._span] = self.evaluation_cut
         wire: Any = _Wire()
         self.forwards: list[Stage] = []
         self.backwards: list[Stage] = []
@@ -156,9 +156,9 @@ class Stages:
         known = dict(zip(cut.graph.inputs, pytree.tree_leaves(batch), strict=True))
         arrived: dict[int, dict[Slot, Tensor | None]] = defaultdict(dict)
         for index, stage in enumerate(self.forwards):
-            inputs = {name: known[name] for name in stage.inputs(False, self._rows)}
+            inputs = {name: known[name] for name in stage.inputs(False, self._span)}
             made = stage.evaluate(
-                MicroBatch(0, self._rows, seed_of("evaluation")), inputs, arrived[index]
+                MicroBatch(0, self._span, seed_of("evaluation")), inputs, arrived[index]
             )
             arrived[index].update(made)
             for lane, slots in cut.lanes.items():
@@ -172,9 +172,9 @@ class Stages:
     def _forward(self, micro_batch: int, seed: int, batch: Batch) -> Tensor:
         known = dict(zip(self.cut.graph.inputs, pytree.tree_leaves(batch), strict=True))
         loss: Tensor | None = None
-        drawn = self._drawn[micro_batch] = MicroBatch(micro_batch, self._rows, seed)
+        drawn = self._drawn[micro_batch] = MicroBatch(micro_batch, self._span, seed)
         for index, stage in enumerate(self.forwards):
-            inputs = {name: known[name] for name in stage.inputs(True, self._rows)}
+            inputs = {name: known[name] for name in stage.inputs(True, self._span)}
             given = self._arrived.pop((TransferKind.ACTIVATION, index, micro_batch), {})
             made = stage.forward(drawn, inputs, given)
             loss = made.get(self._loss, loss)
@@ -190,8 +190,8 @@ class Stages:
             gradients = self._arrived.pop((TransferKind.GRADIENT, index, micro_batch), {})
             latest_first = dict(sorted(gradients.items(), key=self._latest_use, reverse=True))
             if self._recompute:
-                stage.recompute(MicroBatch(micro_batch, self._rows))
-            made = stage.backward(MicroBatch(micro_batch, self._rows), latest_first, weight)
+                stage.recompute(MicroBatch(micro_batch, self._span))
+            made = stage.backward(MicroBatch(micro_batch, self._span), latest_first, weight)
             self._returned += [(t, t.clone()) for t in made.values() if t is not None]
             self._deliver(TransferKind.GRADIENT, index, micro_batch, made)
 
@@ -220,7 +220,7 @@ class Stages:
         for front, back in zip(self.forwards, self.backwards, strict=True):
             if isinstance(front, ForwardHalf):
                 weights = {slot: _sent(tensor) for slot, tensor in back.weights().items()}
-                front.arriving(MicroBatch(0, self._rows), weights)
+                front.arriving(MicroBatch(0, self._span), weights)
 
     def _add_uses(self) -> None:
         """Sum the gradients of a parameter's uses in graph order, for every stage's copy."""

@@ -24,7 +24,7 @@ from pipectl.capture import CapturedJob, Cut, build_stage
 from pipectl.capture.data import split_batch
 from pipectl.capture.randomness import seed_of
 from pipectl.capture.regions import arithmetic
-from pipectl.capture.slices import Rows
+from pipectl.capture.slices import Span
 from pipectl.runtime.optimizer import make_updater
 from pipectl.spec import load
 from tests.equality import cell_jobs
@@ -116,10 +116,10 @@ def loss_of_graph(
     job: CapturedJob, weights: Weights, seed: int, inputs: Any, targets: Any
 ) -> Tensor:
     """The whole captured graph as one function, whose random operators take a seed."""
-    rows = Rows.of(len(inputs), inputs.shape[1] if job.loader.buckets else 0)
-    graph = job.training_graph(*rows.shape)
+    span = Span.of(len(inputs), inputs.shape[1] if job.loader.buckets else 0)
+    graph = job.training_graph(*span.shape)
     cut = Cut(graph, dict.fromkeys((node.name for node in graph.operators), 0), training=True)
-    code = build_stage(cut, 0, rows)
+    code = build_stage(cut, 0, span)
     known = {**job.states, **job.training_graph(2).constants, **weights}
     states = [known[graph.states[slot.value].name] for slot in code.states]
     leaves = torch.utils._pytree.tree_leaves((inputs, targets))

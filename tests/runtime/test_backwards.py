@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedJob, Cut, Slot
-from pipectl.capture.slices import Rows
+from pipectl.capture.slices import Span
 from pipectl.capture.stage import Pass, StageCode
 from pipectl.errors import CaptureError, MismatchError
 from pipectl.planner.costs import stage_costs
@@ -306,13 +306,13 @@ def test_gradients_leave_stages_with_older_weights_unchanged(capture, how, recom
 
 def run_forward(job: CapturedJob, *, recompute: bool) -> tuple[ForwardHalf, list[Tensor]]:
     """The front half of a single stage, and what it sends to the other."""
-    stages, rows = stages_of(job, 1, apart=True, recompute=recompute), Rows.of(SIZE)
+    stages, span = stages_of(job, 1, apart=True, recompute=recompute), Span.of(SIZE)
     (front,) = stages.forwards
     assert isinstance(front, ForwardHalf)
     leaves = pytree.tree_leaves(job.loader.example(SIZE))
     known = dict(zip(stages.cut.graph.inputs, leaves, strict=True))
-    inputs = {name: known[name] for name in front.inputs(True, rows)}
-    message = front.forward(MicroBatch(0, rows, 7), inputs, {})
+    inputs = {name: known[name] for name in front.inputs(True, span)}
+    message = front.forward(MicroBatch(0, span, 7), inputs, {})
     sent = {slot: tensor for slot, tensor in message.items() if slot.value.isdecimal()}
     return front, [tensor for tensor in sent.values() if tensor is not None]
 
@@ -327,10 +327,10 @@ def test_each_memory_travels_once_and_not_longer_and_weights_do_not(
     front, sent = run_forward(job, recompute=False)
     _, inputs = run_forward(job, recompute=True)
     assert sum(t.nbytes for t in inputs) < sum(t.nbytes for t in sent) / 2
-    agreed = front._agreed[Rows.of(SIZE)]
+    agreed = front._agreed[Span.of(SIZE)]
     states = {~view.number for view in agreed.views if view.number < 0}
     assert len(agreed.sizes) < len(agreed.views) - len(states)
-    slots = front.segments[0].codes[Rows.of(SIZE)].stage.states
+    slots = front.segments[0].codes[Span.of(SIZE)].stage.states
     large = ("out_weight", "qkv_weight")
     weights = {i for i, slot in enumerate(slots) if slot.value.endswith(large)}
     assert weights

@@ -18,14 +18,14 @@ from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedJob
 from pipectl.capture.model_with_loss import own_name
-from pipectl.capture.slices import Rows
+from pipectl.capture.slices import Span
 from pipectl.capture.tensors import storage_of
 from pipectl.runtime.casts import SharedCasts
 from pipectl.runtime.pipefb import lasting_states
 from pipectl.runtime.stage import MicroBatch, Stage
 from tests.corpus.stages import Stages
 
-HERE, SIZE, ROWS = Path(__file__), 2, Rows.of(2)
+HERE, SIZE, SPAN = Path(__file__), 2, Span.of(2)
 HALF = torch.bfloat16
 
 
@@ -132,14 +132,14 @@ def run_forward(stage: Stage, job: CapturedJob, number: int = 0) -> dict[int, Te
     known = dict(
         zip(job.training_graph(SIZE).inputs, pytree.tree_leaves(batches(job)[number]), strict=True)
     )
-    inputs = {name: known[name] for name in stage.inputs(True, ROWS)}
+    inputs = {name: known[name] for name in stage.inputs(True, SPAN)}
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        stage.forward(MicroBatch(number, ROWS), inputs, {})
+        stage.forward(MicroBatch(number, SPAN), inputs, {})
     return kept
 
 
 def casts_of(stage: Stage) -> dict[int, Tensor]:
-    states = lasting_states(stage.segments[0].codes[ROWS]).values()
+    states = lasting_states(stage.segments[0].codes[SPAN]).values()
     made = [cast for state in states for cast in stage.casts.made_of(state).values()]
     return {storage_of(cast): cast for cast in made}
 
@@ -237,7 +237,7 @@ def test_every_version_of_the_weights_has_casts_for_as_long_as_a_backward_needs_
     (new,) = casts_of_version(stage, weight)
     assert torch.equal(new, weight.detach().to(HALF))
     assert not old[0].expired()
-    stage.backward(MicroBatch(0, ROWS), {}, 1.0)
+    stage.backward(MicroBatch(0, SPAN), {}, 1.0)
     with stage.updating():
         pass
     assert old[0].expired()

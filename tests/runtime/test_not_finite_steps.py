@@ -15,7 +15,7 @@ from torch import nn
 
 from pipectl.capture import CapturedJob, Cut, Slot
 from pipectl.capture.batch import by_name
-from pipectl.capture.slices import Rows
+from pipectl.capture.slices import Span
 from pipectl.errors import StepError
 from pipectl.jobs.state import get_status
 from pipectl.runs import NotFinite, read_errors
@@ -168,16 +168,16 @@ def test_the_module_is_named_that_computes_the_first_value_that_is_not_finite(
 ) -> None:
     """Masks are infinite on purpose."""
     job = CapturedJob(make_spec(1, model={**MASKED, "kwargs": {"factor": factor}}))
-    graph, rows = job.training_graph(2), Rows.of(2)
-    cuts = {(True, rows): Cut(graph, {node.name: 0 for node in graph.operators}, training=True)}
+    graph, span = job.training_graph(2), Span.of(2)
+    cuts = {(True, span): Cut(graph, {node.name: 0 for node in graph.operators}, training=True)}
     stage = Stage(0, cuts, job.states, CpuDevice())
     given = by_name(graph, job.loader.example(2))
     if change == "data":
         given = {n: t * math.nan if t.is_floating_point() else t for n, t in given.items()}
     elif change:
         job.states[change].detach()[0, 0] = math.inf
-    inputs = {name: given[name] for name in stage.inputs(True, rows)}
-    found = find_not_finite(stage, MicroBatch(0, rows), inputs, {})
+    inputs = {name: given[name] for name in stage.inputs(True, span)}
+    found = find_not_finite(stage, MicroBatch(0, span), inputs, {})
     assert found.startswith(said)
     assert bool(found) is bool(said)
 
