@@ -47,7 +47,8 @@ from pipectl.profiler.machine import Clock, clock_of, loading_clock
 from pipectl.runtime.casts import SharedCast
 from pipectl.runtime.device import Device
 from pipectl.runtime.layout import Tensors
-from pipectl.runtime.stage import MicroBatch, Stage
+from pipectl.runtime.segment import MicroBatch
+from pipectl.runtime.stage import Stage
 from pipectl.torch_api import count_nodes, number_of
 
 Pairs = dict[str, tuple[float, float]]
@@ -281,15 +282,15 @@ class Bench:
         Args:
             cost: of measuring.
         """
-        code = self._stages[index].segments[0].codes[self._micro_batch.span]
-        plain = code.stage
+        bound = self._stages[index].segments[0].codes[self._micro_batch.span]
+        plain = bound.code
         if index not in self._marked:
             operators = self.cut.graph.position
             self._marked[index] = MarkedCode(plain, operators, self._clock, cost)
         marked = self._marked[index]
-        code.stage = plain.after(Pass.MARK, marked)
+        bound.code = plain.after(Pass.MARK, marked)
         self._forward(index, self._batch(index))
-        code.stage = plain
+        bound.code = plain
         marked.watch_backward()
         self._backward(index)
         return marked.spent(self._clock())

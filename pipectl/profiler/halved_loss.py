@@ -43,7 +43,8 @@ from pipectl.errors import CaptureError, PipectlError
 from pipectl.faults import fault_of, is_ours, user_line
 from pipectl.profile_parts import HalvedLoss
 from pipectl.runtime.device import Device
-from pipectl.runtime.stage import MicroBatch, Stage
+from pipectl.runtime.segment import MicroBatch
+from pipectl.runtime.stage import Stage
 from pipectl.torch_api import BatchNorm, Dropout, pytree
 
 _MODEL, _LOSS = 0, 1

@@ -22,7 +22,8 @@ from pipectl.capture.refusals import place_of_node
 from pipectl.capture.regions import arithmetic
 from pipectl.capture.stage import StageCode
 from pipectl.runtime.layout import Tensors
-from pipectl.runtime.stage import MicroBatch, Stage
+from pipectl.runtime.segment import MicroBatch
+from pipectl.runtime.stage import Stage
 
 
 def find_not_finite(

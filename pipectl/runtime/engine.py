@@ -56,7 +56,8 @@ from pipectl.runtime.device import Device
 from pipectl.runtime.diagnosis import find_not_finite
 from pipectl.runtime.layout import Tensors
 from pipectl.runtime.reduction import StageReduction
-from pipectl.runtime.stage import MicroBatch, Stage
+from pipectl.runtime.segment import MicroBatch
+from pipectl.runtime.stage import Stage
 from pipectl.runtime.step import Arrived, Step, StepRun, lane_of
 from pipectl.runtime.transport import Transport
 from pipectl.runtime.work_clock import WorkClock
@@ -350,16 +351,17 @@ class Engine:
     def _bind_forward(self, channels: Sequence[Channel], form: Form) -> Execute:
         index, span, trains = form.stage, form.span, form.kind is Kind.FORWARD
         stage, loss_slot = self.stages[index], self._loss
-        start, deliver = self._bind_start(stage, trains, form), self._bind_delivery(channels, form)
+        take_inputs = self._bind_inputs(stage, trains, form)
+        deliver = self._bind_delivery(channels, form)
 
         def forward(run: StepRun, micro_batch: MicroBatch) -> None:
-            given = start(run, micro_batch)
-            results = stage.forward(*given)
+            inputs = take_inputs(run, micro_batch)
+            results = stage.forward(*inputs)
             loss = results.get(loss_slot)
             if loss is not None:
                 run.losses.append(loss)
             if self.on_results is not None:
-                find = partial(find_not_finite, stage, *given)
+                find = partial(find_not_finite, stage, *inputs)
                 self.on_results(micro_batch.number, index, results, find)
             deliver(run, micro_batch, results)
 
@@ -368,15 +370,15 @@ class Engine:
             targets = None
             if run.loads_for_others or on_evaluated is not None:
                 targets = run.load(micro_batch.number, span)[1]
-            given = start(run, micro_batch)
-            results = stage.evaluate(*given)
+            inputs = take_inputs(run, micro_batch)
+            results = stage.evaluate(*inputs)
             if on_evaluated is not None:
-                on_evaluated(span, {**given[2], **results}, targets)
+                on_evaluated(span, {**inputs[2], **results}, targets)
             deliver(run, micro_batch, results)
 
         return forward if trains else evaluate
 
-    def _bind_start(
+    def _bind_inputs(
         self, stage: Stage, trains: bool, form: Form
     ) -> Callable[[StepRun, MicroBatch], tuple[MicroBatch, dict[str, Tensor], Tensors]]:
         """The arguments of a forward: its micro-batch, tensors of the batch, received values."""
@@ -391,7 +393,7 @@ class Engine:
                 self._readers[span.shape] = Reader(graph, training=trains, length=span.length)
             reader = self._readers[span.shape]
 
-        def start(
+        def take_inputs(
             run: StepRun, micro_batch: MicroBatch
         ) -> tuple[MicroBatch, dict[str, Tensor], Tensors]:
             number = micro_batch.number
@@ -407,7 +409,7 @@ class Engine:
                 reader.check(known, size, names)
             return micro_batch, {name: bring(known[name]) for name in names}, arrived
 
-        return start
+        return take_inputs
 
     def _bind_backward(self, channels: Sequence[Channel], form: Form) -> Execute:
         index, is_last, joined = form.stage, form.is_last, self._slicing.joined

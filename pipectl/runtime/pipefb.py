@@ -42,7 +42,8 @@ from pipectl.runtime.device import Device
 from pipectl.runtime.layout import Layout, Tensors
 from pipectl.runtime.offload import Mover
 from pipectl.runtime.saved_tensors import bytes_of, unpack
-from pipectl.runtime.stage import Code, Key, Live, MicroBatch, Segment, Stage, Start
+from pipectl.runtime.segment import BoundCode, ForwardInputs, Live, MicroBatch, Segment
+from pipectl.runtime.stage import Key, Stage
 from pipectl.runtime.transport import Wire
 from pipectl.torch_api import function_of, pytree
 
@@ -76,13 +77,13 @@ class Agreement(NamedTuple):
     Args:
         views: of every tensor in the messages, in order.
         sizes: bytes of every memory in the messages.
-        start: the inputs of the first forward, on the host; None if the stage recomputes.
+        forward: the inputs of the first one, on the host; None if the stage recomputes.
         structure: of the autograd graph; see :attr:`Graph.structure`.
     """
 
     views: tuple[View, ...]
     sizes: tuple[int, ...]
-    start: Start | None = None
+    forward: ForwardInputs | None = None
     structure: tuple[str, ...] = ()
 
     def unpack(
@@ -159,7 +160,7 @@ def pack(
         known[storage_of(state)] = ~index, state, None
         for view, cast in shared.made_of(state).items():
             known[storage_of(cast)] = ~index, cast, view
-    spans: dict[int, tuple[int, int]] = {}
+    extents: dict[int, tuple[int, int]] = {}
     memories: dict[int, Tensor] = {}
     for tensor in tensors:
         if tensor.layout is not torch.strided or tensor.is_quantized:
@@ -170,12 +171,12 @@ def pack(
             )
         memory = storage_of(tensor)
         if memory not in known:
-            start, stop = _span(tensor)
-            first, last = spans.get(memory, (start, stop))
-            spans[memory] = min(first, start), max(last, stop)
+            start, stop = _extent(tensor)
+            first, last = extents.get(memory, (start, stop))
+            extents[memory] = min(first, start), max(last, stop)
             memories.setdefault(memory, bytes_of(tensor.untyped_storage()))
-    vectors = [memories[memory][slice(*span)] for memory, span in spans.items()]
-    numbers = {memory: number for number, memory in enumerate(spans)}
+    vectors = [memories[memory][slice(*extent)] for memory, extent in extents.items()]
+    numbers = {memory: number for number, memory in enumerate(extents)}
     views = []
     for tensor in tensors:
         memory, offset, of = storage_of(tensor), int(tensor.storage_offset()), None
@@ -184,7 +185,7 @@ def pack(
             offset -= int(base.storage_offset())
         else:
             number = numbers[memory]
-            offset -= spans[memory][0] // tensor.itemsize
+            offset -= extents[memory][0] // tensor.itemsize
         views.append(View(number, Layout.exactly(tensor), offset, of))
     sizes = tuple(vector.numel() for vector in vectors)
     large = _large(sizes, places)
@@ -197,7 +198,7 @@ def _large(sizes: Sequence[int], places: int) -> list[int]:
     return [number for number, size in enumerate(sizes) if size >= BUNDLED_BYTES][: places - 1]
 
 
-def _span(tensor: Tensor) -> tuple[int, int]:
+def _extent(tensor: Tensor) -> tuple[int, int]:
     """The bytes of its memory from its first to past its last element; aligned for all types."""
     start = int(tensor.storage_offset()) * tensor.itemsize
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
@@ -213,7 +214,7 @@ class Graph(Live):
     the value. Parameters are the real ones, so gradients accumulate in them.
 
     Args:
-        start: the inputs of a forward of the whole stage, which is its only segment.
+        forward: the inputs of one of the whole stage, which is its only segment.
 
     Attributes:
         saved: type and sizes of every tensor that autograd would have saved, in order.
@@ -226,11 +227,11 @@ class Graph(Live):
 
     is_lasting = True
 
-    def __init__(self, stage: int, segment: Segment, start: Start) -> None:
+    def __init__(self, stage: int, segment: Segment, forward: ForwardInputs) -> None:
         self.values: list[Tensor | None] = []
         self.saved: list[tuple[torch.dtype, tuple[int, ...]]] = []
         with saved_tensors_hooks(self._pack, self._unpack):
-            live, _ = segment.run(start, again=True)
+            live, _ = segment.run(forward, again=True)
         super().__init__(**vars(live))
         nodes = nodes_behind(self.edges)
         self.structure = [node.name() for node in nodes]
@@ -308,7 +309,7 @@ class _Half(Stage):
         self._graphs: dict[Span, Graph] = {}
         self._arrived: dict[int, tuple[MicroBatch, list[Any]]] = {}
 
-    def _code(self, span: Span) -> Code:
+    def _bound(self, span: Span) -> BoundCode:
         return self._segment.codes[span]
 
     def forget(self) -> None:
@@ -329,26 +330,26 @@ class ForwardHalf(_Half):
             The stage's results, and what its backward needs, by slot.
         """
         assert micro_batch.age == 0  # it holds only the newest weights
-        index, code = micro_batch.number, self._code(micro_batch.span)
+        number, bound = micro_batch.number, self._bound(micro_batch.span)
         if self._segment.recomputes:
             results = super().forward(micro_batch, inputs, arrived)
-            kept = self._segment.kept.pop(index)
-            assert isinstance(kept, Start)
-            return results | self._message(micro_batch, _tensors_of(kept, code))
-        is_first, start = micro_batch.span not in self._agreed, None
+            kept = self._segment.kept.pop(number)
+            assert isinstance(kept, ForwardInputs)
+            return results | self._message(micro_batch, _tensors_of(kept, bound))
+        is_first, forward = micro_batch.span not in self._agreed, None
         if is_first:
-            start = Start(micro_batch, inputs, arrived, {}).map_tensors(_on_host)
+            forward = ForwardInputs(micro_batch, inputs, arrived, {}).map_tensors(_on_host)
         saved: list[Tensor] = []
         # The graph holds the hooks: if their list held its own values, nothing would free it.
         with saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), _refuse):
             results = super().forward(micro_batch, inputs, arrived)
-        live = self._segment.kept.pop(index)
+        live = self._segment.kept.pop(number)
         assert isinstance(live, Live)
         nodes = nodes_behind(live.edges) if is_first else ()
-        changing = {storage_of(buffer) for _, buffer in written_states(code)}
+        changing = {storage_of(buffer) for _, buffer in written_states(bound)}
         tensors = [t.clone() if storage_of(t) in changing else t for t in saved]
         structure = [node.name() for node in nodes]
-        return results | self._message(micro_batch, tensors, start, structure)
+        return results | self._message(micro_batch, tensors, forward, structure)
 
     def arriving(self, _: MicroBatch, message: Tensors) -> None:
         """Take the weights that the other half has updated.
@@ -371,14 +372,14 @@ class ForwardHalf(_Half):
         self,
         micro_batch: MicroBatch,
         tensors: Sequence[Tensor],
-        start: Start | None = None,
+        forward: ForwardInputs | None = None,
         structure: Sequence[str] = (),
     ) -> Tensors:
         """The message of what a backward needs, by slot; its memory layout must never change."""
-        span, code = micro_batch.span, self._code(micro_batch.span)
-        agreement, message = pack(tensors, lasting_states(code), self.casts, self._places)
+        span, bound = micro_batch.span, self._bound(micro_batch.span)
+        agreement, message = pack(tensors, lasting_states(bound), self.casts, self._places)
         if span not in self._agreed:
-            self._agreed[span] = agreement._replace(start=start, structure=tuple(structure))
+            self._agreed[span] = agreement._replace(forward=forward, structure=tuple(structure))
             self._wire.send_object(self._agreed[span], self._other_rank, self.index)
         if agreement[:2] != self._agreed[span][:2]:
             raise WorkerError(
@@ -410,10 +411,10 @@ class BackwardHalf(_Half):
         if span not in self._agreed:
             agreed = self._wire.receive_object(self._other_rank, self.index)
             self._agreed[span] = agreed
-            if agreed.start is not None:
-                start = agreed.start.map_tensors(lambda tensor: tensor.to(self.device))
-                buffers = {i: buffer.clone() for i, buffer in written_states(self._code(span))}
-                graph = Graph(self.index, self._segment, start._replace(buffers=buffers))
+            if agreed.forward is not None:
+                forward = agreed.forward.map_tensors(lambda tensor: tensor.to(self.device))
+                buffers = {i: buffer.clone() for i, buffer in written_states(self._bound(span))}
+                graph = Graph(self.index, self._segment, forward._replace(buffers=buffers))
                 agreed.check(self.index, graph)
                 self._graphs[span] = graph
         tensors: list[Any] = list(message.values())
@@ -426,8 +427,8 @@ class BackwardHalf(_Half):
         """Run the forward of a micro-batch from the inputs that the other half sent."""
         began, values = self._unpacked(micro_batch)
         version = None if self.versions is None else self.versions.of_age(micro_batch.age)
-        start = _start_of(values, began, self._code(began.span))
-        self._segment.kept[micro_batch.number] = start._replace(version=version)
+        forward = _forward_of(values, began, self._bound(began.span))
+        self._segment.kept[micro_batch.number] = forward._replace(version=version)
         super().recompute(micro_batch)
 
     def backward(
@@ -447,7 +448,7 @@ class BackwardHalf(_Half):
         began, packed = self._arrived.pop(micro_batch.number)
         self.saved.pop(micro_batch.number, None)
         message = [None if item is None else unpack(item) for item in packed]
-        states = lasting_states(self._code(began.span))
+        states = lasting_states(self._bound(began.span))
         if self.versions is not None:
             used = self.versions.of_age(micro_batch.age).replaced_in(list(states.values()))
             states = dict(zip(states, used, strict=True))
@@ -540,35 +541,39 @@ def places_of(cut: Cut, stage: int) -> int:
     return min(_MAX_PLACES, 8 + 3 * len(cut.operators(stage)))
 
 
-def written_states(code: Code) -> list[tuple[int, Tensor]]:
+def written_states(bound: BoundCode) -> list[tuple[int, Tensor]]:
     """The state arguments that forwards write, with their indices."""
-    written, slots = code.cut.graph.written, code.stage.states
-    return [(i, code.arguments[i]) for i, slot in enumerate(slots) if slot.value in written]
+    written, slots = bound.cut.graph.written, bound.code.states
+    return [(i, bound.arguments[i]) for i, slot in enumerate(slots) if slot.value in written]
 
 
-def lasting_states(code: Code) -> dict[int, Tensor]:
+def lasting_states(bound: BoundCode) -> dict[int, Tensor]:
     """The state arguments that no forward writes, by index: both halves have the same."""
-    written = {index for index, _ in written_states(code)}
-    return {index: t for index, t in enumerate(code.arguments) if index not in written}
+    written = {index for index, _ in written_states(bound)}
+    return {index: t for index, t in enumerate(bound.arguments) if index not in written}
 
 
-def _tensors_of(start: Start, code: Code) -> list[Tensor]:
-    """All tensors of a start, in the order in which :func:`_start_of` takes them."""
-    batch = [start.inputs[name] for name in code.stage.inputs]
-    received = [start.arrived[slot] for slot in _received(code)]
-    return [*batch, *received, *(start.buffers[index] for index, _ in written_states(code))]
+def _tensors_of(forward: ForwardInputs, bound: BoundCode) -> list[Tensor]:
+    """All inputs of a forward, in the order in which :func:`_forward_of` takes them."""
+    batch = [forward.inputs[name] for name in bound.code.inputs]
+    received = [forward.arrived[slot] for slot in _received(bound)]
+    return [*batch, *received, *(forward.buffers[index] for index, _ in written_states(bound))]
 
 
-def _start_of(tensors: Iterable[Tensor], micro_batch: MicroBatch, code: Code) -> Start:
-    """The start with these tensors; they are writable, even if they share memory."""
+def _forward_of(
+    tensors: Iterable[Tensor], micro_batch: MicroBatch, bound: BoundCode
+) -> ForwardInputs:
+    """The forward with these inputs; they are writable, even if they share memory."""
     left = iter([tensor.data for tensor in tensors])
-    inputs = {name: next(left) for name in code.stage.inputs}
-    arrived: Tensors = {slot: next(left) for slot in _received(code)}
-    return Start(micro_batch, inputs, arrived, {i: next(left) for i, _ in written_states(code)})
+    inputs = {name: next(left) for name in bound.code.inputs}
+    arrived: Tensors = {slot: next(left) for slot in _received(bound)}
+    return ForwardInputs(
+        micro_batch, inputs, arrived, {i: next(left) for i, _ in written_states(bound)}
+    )
 
 
-def _received(code: Code) -> list[Slot]:
-    return list(dict.fromkeys(Slot(slot.value) for slot in code.stage.received))
+def _received(bound: BoundCode) -> list[Slot]:
+    return list(dict.fromkeys(Slot(slot.value) for slot in bound.code.received))
 
 
 def _on_host(tensor: Tensor) -> Tensor:

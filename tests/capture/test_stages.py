@@ -38,7 +38,8 @@ from pipectl.runtime.evaluation import outputs_of
 from pipectl.runtime.metrics import Metrics
 from pipectl.runtime.offload import Mover
 from pipectl.runtime.saved_tensors import SavedTensors
-from pipectl.runtime.stage import MicroBatch, Stage
+from pipectl.runtime.segment import MicroBatch
+from pipectl.runtime.stage import Stage
 from tests.corpus.trial import Trial
 from tests.equality.cuts import random_cut
 

@@ -25,7 +25,8 @@ from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.gradients import shared_uses
 from pipectl.runtime.layout import Layout
 from pipectl.runtime.pipefb import BackwardHalf, ForwardHalf, places_of
-from pipectl.runtime.stage import MicroBatch, Stage
+from pipectl.runtime.segment import MicroBatch
+from pipectl.runtime.stage import Stage
 
 RATE, MOMENTUM = 0.001, 0.9
 Batch = tuple[Any, Any]

@@ -27,7 +27,7 @@ from pipectl.errors import CaptureError, MismatchError
 from pipectl.planner.costs import stage_costs
 from pipectl.runtime import pipefb
 from pipectl.runtime.pipefb import Agreement, ForwardHalf, check_operators
-from pipectl.runtime.stage import MicroBatch
+from pipectl.runtime.segment import MicroBatch
 from pipectl.runtime.stage_code import SPLIT, WeightHalf, compile_stage, split_backwards
 from pipectl.runtime.unflushed import refuse
 from pipectl.runtime.versions import Versions
@@ -330,7 +330,7 @@ def test_each_memory_travels_once_and_not_longer_and_weights_do_not(
     agreed = front._agreed[Span.of(SIZE)]
     states = {~view.number for view in agreed.views if view.number < 0}
     assert len(agreed.sizes) < len(agreed.views) - len(states)
-    slots = front.segments[0].codes[Span.of(SIZE)].stage.states
+    slots = front.segments[0].codes[Span.of(SIZE)].code.states
     large = ("out_weight", "qkv_weight")
     weights = {i for i, slot in enumerate(slots) if slot.value.endswith(large)}
     assert weights
@@ -425,9 +425,9 @@ def test_compiled_code_trains_what_its_operators_train(capture, monkeypatch, mod
 
 def test_passes_follow_each_other_in_one_order_and_none_follows_a_compiler(capture) -> None:
     (stage,) = stages_of(capture("Placed"), 1).forwards
-    code = next(iter(stage.segments[0].codes.values()))
+    bound = next(iter(stage.segments[0].codes.values()))
     stage.split_backwards()
-    assert code.stage.last is Pass.SPLIT
+    assert bound.code.last is Pass.SPLIT
     with pytest.raises(ValueError, match="SPLIT cannot follow SPLIT"):
         stage.split_backwards()
     stage.compile()

@@ -22,7 +22,8 @@ from pipectl.capture.slices import Span
 from pipectl.capture.tensors import storage_of
 from pipectl.runtime.casts import SharedCasts
 from pipectl.runtime.pipefb import lasting_states
-from pipectl.runtime.stage import MicroBatch, Stage
+from pipectl.runtime.segment import MicroBatch
+from pipectl.runtime.stage import Stage
 from tests.corpus.stages import Stages
 
 HERE, SIZE, SPAN = Path(__file__), 2, Span.of(2)

@@ -23,7 +23,8 @@ from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.diagnosis import find_not_finite
 from pipectl.runtime.finite import BufferCheck
 from pipectl.runtime.gradients import gradient_norms
-from pipectl.runtime.stage import MicroBatch, Stage
+from pipectl.runtime.segment import MicroBatch
+from pipectl.runtime.stage import Stage
 from pipectl.runtime.step_end import (
     Origin,
     Origins,
