@@ -67,22 +67,22 @@ class AsynchronousSteps(Steps):
             CaptureError: see :func:`refuse`; or a step differs from the plan in its number of
                 micro-batches.
         """
-        refuse(self._end.training, self._plan.schedule, shared_uses(self._engine.cut))
+        refuse(self._step_end.training, self._plan.schedule, shared_uses(self._engine.cut))
         _check_counts(islice(loader.epoch(0), steps), self._plan)  # further epochs are like it
         if self._batches.loader is not None:
             self._batches.feed.open(islice(loader.batches(), steps), done)
-        for index, stage in self._end.stages.items():
-            corrects = self._end.training.correct_delay
+        for index, stage in self._step_end.stages.items():
+            corrects = self._step_end.training.correct_delay
             stage.keep_versions(versions_kept(self._plan, index), corrects=corrects)
 
     def train(self, first: int, batches: Sequence[Samples]) -> None:
         """Train some steps; see :class:`Steps`."""
         barrier(self._batches.communicator)
-        for stage in self._end.stages.values():
+        for stage in self._step_end.stages.values():
             assert stage.versions is not None
             stage.versions.restart()
             stage.casts.drop()
-        self._end.begin()
+        self._step_end.begin()
         rank, size = self._batches.communicator.rank, self._plan.micro_batch_size
         count, sizes = self._plan.micro_batches, [split_batch(each.size, size) for each in batches]
         whole = [
@@ -90,7 +90,7 @@ class AsynchronousSteps(Steps):
             for batch, each in zip(batches, sizes, strict=True)
             for samples in each
         ]
-        loaded, meet = self._batches.take_whole(whole, batches)
+        loaded, compare = self._batches.take_whole(whole, batches)
         adds_up = self._batches.adds_up
         weights = [share for each in sizes for share in sample_shares(each, adds_up=adds_up)]
         unread: Iterator[Batch] = iter(())
@@ -111,7 +111,7 @@ class AsynchronousSteps(Steps):
         run = StepRun(
             step, weights, loaded, seed, update=update, recording=recording, per_step=count
         )
-        run.meet = meet
+        run.compare_readings = compare
         parts = stretch(self._plan, rank, len(batches))
         self._engine.run(run, parts)
         self._end_recording(steps, run)
@@ -130,9 +130,9 @@ class AsynchronousSteps(Steps):
         count = self._plan.micro_batches
         index, before = micro_batch // count, micro_batch // count * count
         step, losses = steps.first + index, run.losses[:count]
-        updated = self._end.stages.get(stage)
+        updated = self._step_end.stages.get(stage)
         with nullcontext() if updated is None else updated.updating():
-            outcome = self._end.run(step, run, before)
+            outcome = self._step_end.end_step(step, run, before)
         self._engine.board.step(step + 1)
         if index == steps_apart(self._plan):
             self._end_recording(steps, run)

@@ -13,6 +13,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
@@ -74,14 +76,24 @@ class Device:
     def peak_bytes(self) -> int:
         """Peak memory of this rank: resident on the CPU, allocated on an accelerator.
 
-        A copy for a checkpoint does not count; see :meth:`begin_copy`.
+        A copy for a checkpoint does not count; see :meth:`copying`.
         """
         self._peak_bytes = max(self._peak_bytes, resident_peak_bytes() - self._copy_bytes)
         return self._peak_bytes
 
-    def begin_copy(self, size_bytes: int) -> None:
-        """Leave a copy of this size out of the peak; call :meth:`peak_bytes` before it is made."""
-        self._copy_bytes = max(self._copy_bytes, size_bytes)
+    @contextmanager
+    def copying(self) -> Iterator[Callable[[int], None]]:
+        """A context for making a copy that the peak leaves out until :meth:`end_copy`.
+
+        Yields:
+            A function to call with the bytes of the copy; not if none was made.
+        """
+        self.peak_bytes()  # what was before the copy counts
+
+        def leave_out(size_bytes: int) -> None:
+            self._copy_bytes = max(self._copy_bytes, size_bytes)
+
+        yield leave_out
 
     def end_copy(self) -> None:
         """Count all memory again, from what is resident now, if the system allows that."""

@@ -16,7 +16,7 @@ from pipectl.capture.shares import loss_parts, target_weight
 from pipectl.capture.slices import Span
 from pipectl.errors import MismatchError
 from pipectl.plan import Plan
-from pipectl.runtime.feed import Demand, Feed, Meet, wants
+from pipectl.runtime.feed import Compare, Demand, Feed, wants
 from pipectl.runtime.reduction import group_of
 from pipectl.runtime.stage import Stage
 from pipectl.runtime.step import Batch, Step, StepRun, Update, loads_of, narrowed, parts_of
@@ -192,7 +192,7 @@ class Batches:
         losses = {rank: parts_of(plan, rank, self._loss_stage, length) for rank in ranks}
         return Demand(self.communicator.rank, step.sizes, needs, losses)
 
-    def take(self, batch: Samples) -> tuple[Iterator[Batch], Meet]:
+    def take(self, batch: Samples) -> tuple[Iterator[Batch], Compare]:
         """What this rank loads of the next batch; see :meth:`Feed.take`."""
         demand = self._demand_for(batch.size, batch.length)
         every = len(demand.sizes)
@@ -201,7 +201,7 @@ class Batches:
 
     def take_whole(
         self, sizes: Sequence[Span], batches: Sequence[Samples]
-    ) -> tuple[Iterator[Batch], Meet]:
+    ) -> tuple[Iterator[Batch], Compare]:
         """The next micro-batches of several batches, if this rank reads any.
 
         Args:

@@ -402,7 +402,7 @@ class Engine:
             arrived = joined(run.inbox.pop((False, index, number), ()))
             known = {} if reader is None else reader.read(run.load(number, span))
             if has_loss:
-                run.meet(number)
+                run.compare_readings(number)
             if is_last_reader:
                 run.drop(number)
             if reader is not None:
@@ -419,7 +419,7 @@ class Engine:
         def backward(run: StepRun, micro_batch: MicroBatch) -> None:
             number = micro_batch.number
             if has_loss:
-                run.meet(number)
+                run.compare_readings(number)
             gradients = joined(run.inbox.pop((True, index, number), ()))
             if is_last:
                 self.reductions[index].arm()

@@ -147,12 +147,14 @@ class Evaluator:
         self,
         sizes: Sequence[Span],
         batches: Iterator[Batch],
-        meet: Callable[[int], None],
+        compare: Callable[[int], None],
         *seed: int | str,
     ) -> None:
         rank = self._communicator.rank
         actions = lower_evaluation(self._channels, self._stages, rank, len(sizes))
         step = Step(actions, self._channels, rank, sizes, loads=dict(enumerate(sizes)))
         seeds = self._job.spec.training.seed, *seed
-        run = StepRun(step, (), batches, seeds, meet=meet, loads_for_others=self._reads_for_all)
+        run = StepRun(
+            step, (), batches, seeds, compare_readings=compare, loads_for_others=self._reads_for_all
+        )
         self._engine.run(run)

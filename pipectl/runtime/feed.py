@@ -46,7 +46,7 @@ from pipectl.torch_api import pytree
 _TARGETS: pytree.SequenceKey[Any] = pytree.SequenceKey(1)
 _TAGS = 2**15
 """Tags that every MPI has."""
-Meet = Callable[[int], None]
+Compare = Callable[[int], None]
 """Compares the readings of a micro-batch, before its loss is computed."""
 Parts = Mapping[int, Mapping[int, Span]]
 """By rank and micro-batch: samples of it."""
@@ -154,7 +154,7 @@ class Comparison:
                     self._pending.append((request, part))
             yield batch
 
-    def meet(self, number: int) -> None:
+    def compare(self, number: int) -> None:
         """Compare all readings of a micro-batch; nothing if one rank reads it, or the second time.
 
         Raises:
@@ -240,7 +240,7 @@ class Feed:
 
     def take(
         self, demand: Demand, batches: Sequence[Samples], together: int = 1, ahead: int = 0
-    ) -> tuple[Iterator[Batch], Meet]:
+    ) -> tuple[Iterator[Batch], Compare]:
         """What this rank loads of the next batches.
 
         Args:
@@ -257,7 +257,7 @@ class Feed:
                 return self._name(batches, sum(span.whole for span in demand.sizes[:number]) + row)
 
             comparison = Comparison(self._communicator, demand, name, self._pending)
-            return comparison.read(islice(self._loaded, len(demand.own))), comparison.meet
+            return comparison.read(islice(self._loaded, len(demand.own))), comparison.compare
         if not self._is_reader:
             return (self._post.receive(self._reader) for _ in demand.own), lambda _: None
         loaded = self._distribute(demand, together, ahead)

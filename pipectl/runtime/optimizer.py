@@ -88,7 +88,7 @@ class Updater:
                 refuse_changes(self.optimizer, before)
                 refuse_other_tensors(self.optimizer, self.parameters, forms)
                 state_of(self.optimizer, self.parameters)
-        self.skip()
+        self.drop_gradients()
         if not self._has_stepped:  # later steps use other parts of the heap
             release_freed_memory()
             self._has_stepped = True
@@ -134,7 +134,7 @@ class Updater:
             for loss in losses:
                 self.watch(loss)
 
-    def skip(self) -> None:
+    def drop_gradients(self) -> None:
         """Drop the gradients and change nothing else.
 
         Raises:

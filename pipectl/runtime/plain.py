@@ -205,7 +205,7 @@ def _update(
     if not faulty:
         scaler.step(updater.optimizer)
     scaler.update()
-    updater.skip()
+    updater.drop_gradients()
     if not faulty and scaler.get_scale() >= before:
         updater.step_schedule()
 

@@ -180,8 +180,8 @@ class StepRun:
         seed: parts of the seed of random operators, the step last.
         scale: of the loss in backwards.
         update: called at every UPDATE with this run, its stage and micro-batch.
-        meet: called with every micro-batch before its loss is computed, and before the backward
-            that begins with it.
+        compare_readings: called with every micro-batch before its loss is computed, and before the
+            backward that begins with it.
         loads_for_others: whether every evaluation loads its micro-batch, for other ranks.
         recording: records the start and end of every row.
         per_step: micro-batches per step, if the run has several steps; they are numbered across
@@ -205,7 +205,7 @@ class StepRun:
     seed: tuple[int | str, ...] = ()
     scale: float = 1.0
     update: Update = lambda *_: None
-    meet: Callable[[int], None] = lambda _: None
+    compare_readings: Callable[[int], None] = lambda _: None
     loads_for_others: bool = False
     recording: Recording | None = None
     per_step: int | None = None

@@ -24,7 +24,7 @@ class Steps:
 
     Args:
         engine: of the training.
-        end: what the rank does at the end of every step.
+        step_end: what the rank does at the end of every step.
         on_update: called after every update; must not wait for another rank.
 
     Attributes:
@@ -38,12 +38,13 @@ class Steps:
         plan: Plan,
         batches: Batches,
         engine: Engine,
-        end: StepEnd,
+        step_end: StepEnd,
         telemetry: Telemetry,
         tracing: Tracing,
         on_update: Callable[[], None],
     ) -> None:
-        self._plan, self._batches, self._engine, self._end = plan, batches, engine, end
+        self._plan, self._batches, self._engine = plan, batches, engine
+        self._step_end = step_end
         self._telemetry, self._tracing, self._on_update = telemetry, tracing, on_update
 
     def begin(self, loader: Loader, steps: int, done: int) -> None:
@@ -90,7 +91,7 @@ class Steps:
                 loss=loss,
                 learning_rate=outcome.learning_rate,
                 gradient_norm=outcome.gradient_norm,
-                loss_scale=math.nan if self._end.loss_scale is None else run.scale,
+                loss_scale=math.nan if self._step_end.loss_scale is None else run.scale,
                 skipped=outcome.skipped,
                 step_time_s=now - since,
                 samples=batch.size,
@@ -120,19 +121,19 @@ class SynchronousSteps(Steps):
 
     def train(self, first: int, batches: Sequence[Samples]) -> None:
         """Train one step; see :class:`Steps`."""
-        end, (batch,) = self._end, batches
+        step_end, (batch,) = self._step_end, batches
         is_recorded = self._tracing.wants(first)
         recording = self._tracing.begin(first) if is_recorded else None
         start = time.perf_counter()
         step = self._batches.step_for(batch.size, batch.length)
         self._engine.board.row("LOAD", -1, -1)  # at once, if weights depend on the targets
-        loaded, meet = self._batches.take(batch)
-        scale = 1.0 if end.loss_scale is None else end.loss_scale.value
+        loaded, compare = self._batches.take(batch)
+        scale = 1.0 if step_end.loss_scale is None else step_end.loss_scale.value
         run = self._batches.make_run(
-            step, loaded, first, scale, update=lambda run, *_: end.run(first, run)
+            step, loaded, first, scale, update=lambda run, *_: step_end.end_step(first, run)
         )
-        run.recording, run.meet = recording, meet
-        end.begin()
+        run.recording, run.compare_readings = recording, compare
+        step_end.begin()
         self._engine.run(run)
         deque(loaded, maxlen=0)  # what no stage has read is not of the next step
         if is_recorded:

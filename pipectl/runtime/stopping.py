@@ -3,7 +3,7 @@ Also which evaluation was the best.
 
 A signal reaches the script, launchers and ranks in as many ways as there are launchers, so every
 receiver creates a file. Rank 0 looks for it at the end of a step, at most once per second; its
-answer travels with the vote of all ranks on the step (:mod:`.step_end`). If steps are shorter than
+answer travels with the vote of all ranks on the step (:mod:`.vote`). If steps are shorter than
 that, all ranks stop after the next step, without waiting for one another. After a longer step they
 wait for the answer and stop at once: the remaining walltime may be too short for another step. If
 steps overlap, ranks vote on this alone whenever the pipeline is empty.

@@ -97,8 +97,8 @@ class Recording:
             _follow(table, self._worked)
         if self._rows:
             table[:, 2:] = np.concatenate(self._rows)[:count, _NAMED]
-        meetings = [(row, at_s) for row, at_s in self._waits_ended if row < count]
-        for more, (row, at_s) in enumerate(meetings):  # an UPDATE is a wait and the rest
+        waits = [(row, at_s) for row, at_s in self._waits_ended if row < count]
+        for more, (row, at_s) in enumerate(waits):  # an UPDATE is a wait and the rest
             row += more
             at_s = max(at_s, table[row, 0])
             table = np.insert(table, row, table[row], axis=0)

@@ -79,14 +79,14 @@ class Trainer:
         setup.board.phase("making the optimizer")
         moves = (lambda: False) if rebalancing is None else (lambda: rebalancing.found is not None)
         request = StopRequest(start.stop_request, moves)
-        self._end = StepEnd(setup, request, self._telemetry.fault, self._finish_saving)
-        if self._end.looks:
-            setup.training.on_results = self._end.origins.note
+        self._step_end = StepEnd(setup, request, self._telemetry.fault, self._finish_saving)
+        if self._step_end.looks:
+            setup.training.on_results = self._step_end.origins.note
         evaluation = self._spec.evaluation
         early_stopping = None if evaluation is None else evaluation.early_stopping
         keeps_best = self._spec.keeps_best
         self._early_stopping = EarlyStopping(early_stopping, keeps_best=keeps_best)
-        watching = gather_all(setup.communicator, self._end.updater.watches)
+        watching = gather_all(setup.communicator, self._step_end.updater.watches)
         self._keeps_evaluations = self._early_stopping.watches or any(watching)
         self._room_bytes = self._room_for_copies(cluster)
         # The parameters and buffers of all ranks that a state dict holds.
@@ -108,7 +108,7 @@ class Trainer:
             setup.plan,
             setup.batches,
             setup.training,
-            self._end,
+            self._step_end,
             self._telemetry,
             self._tracing,
             self._saver.poll,
@@ -133,12 +133,12 @@ class Trainer:
             self._rebalancing.begin()
         self._train_steps()
         self._setup.board.phase("finishing")
-        self._end.settle()
+        self._step_end.settle()
         self._setup.batches.feed.finish()
         self._tracing.finish()  # even if the last checkpoint cannot be written
         self._saver.finish()
-        end = "stopped" if self._stopped else "moving to another plan" if self._moves else "done"
-        self._telemetry.finish(end)
+        state = "stopped" if self._stopped else "moving to another plan" if self._moves else "done"
+        self._telemetry.finish(state)
         if self._stopped and self._rank == 0:
             write_text(self._start.stopped_marker, "")
         return self._moves
@@ -160,26 +160,26 @@ class Trainer:
                 return
         steps.begin(loader, count, self._steps_done)
         batches = islice(loader.batches(), self._steps_done, None)
-        ends = range(self._steps_done + 1, count + 1)
-        drains = [end for end in ends if not steps.overlap or self._drains_after(end)]
-        for before, end in pairwise([self._steps_done, *drains]):
+        left = range(self._steps_done + 1, count + 1)
+        drains = [step for step in left if not steps.overlap or self._drains_after(step)]
+        for before, step in pairwise([self._steps_done, *drains]):
             board.step(before + 1)
-            steps.train(before + 1, list(islice(batches, end - before)))
-            self._between_steps(end)
+            steps.train(before + 1, list(islice(batches, step - before)))
+            self._between_steps(step)
             early = self._ends_early()
-            answer = GO_ON if early else self._end.answer(votes_again=steps.overlap)
-            if answer == MOVE and end < count and self._save_for_move(end):
+            answer = GO_ON if early else self._step_end.answer(votes_again=steps.overlap)
+            if answer == MOVE and step < count and self._save_for_move(step):
                 self._moves = True
                 if self._rebalancing is not None and (move := self._rebalancing.found) is not None:
                     balance = move.balance
-                    self._telemetry.rebalanced(end, move.why, balance.before_s, balance.after_s)
+                    self._telemetry.rebalanced(step, move.why, balance.before_s, balance.after_s)
                 return
-            if (early or answer == STOP) and end < count:
+            if (early or answer == STOP) and step < count:
                 self._stopped = answer == STOP
-                self._end.settle()
-                if self._saved_step != end:
-                    setup.replicas.check_weights(end)
-                    self._save(end)
+                self._step_end.settle()
+                if self._saved_step != step:
+                    setup.replicas.check_weights(step)
+                    self._save(step)
                 return
 
     def _save_for_move(self, step: int) -> bool:
@@ -204,7 +204,7 @@ class Trainer:
     def _between_steps(self, step: int) -> None:
         saves, saves_first = self._saves_after(step), self._saves_first(step)
         if self._drains_after(step):
-            self._end.settle()
+            self._step_end.settle()
         checks = saves or step % _CHECK_REPLICAS_EVERY == 0
         if checks:
             self._setup.replicas.check_weights(step)
@@ -241,7 +241,7 @@ class Trainer:
         An evaluation that fails on any rank costs no training: all ranks save their state as it was
         before it, and the run ends.
         """
-        setup, updater = self._setup, self._end.updater
+        setup, updater = self._setup, self._step_end.updater
         evaluator = setup.evaluator
         assert evaluator is not None
         count, written = len(updater.losses), setup.written.items()
@@ -305,9 +305,10 @@ class Trainer:
 
         The position in the data and the random numbers follow from the number of steps.
         """
-        manifest, updater, scale = stored.manifest, self._end.updater, self._end.loss_scale
+        manifest, step_end = stored.manifest, self._step_end
+        updater, scale = step_end.updater, step_end.loss_scale
         if updater.optimizer is not None:
-            stored.restore_optimizer(updater.optimizer, self._end.updated)
+            stored.restore_optimizer(updater.optimizer, step_end.updated)
         updater.restore(manifest.updates, manifest.losses)
         self._early_stopping.restore(manifest.metric_values, manifest.best)
         if scale is not None and manifest.loss_scale is not None:
@@ -324,18 +325,18 @@ class Trainer:
         """
         self._begin("saving")
         self._saved_step = step
-        end, setup = self._end, self._setup
-        updater = end.updater
-        setup.device.peak_bytes()  # the copy, which comes next, does not count
-        snapshot = take_snapshot(
-            setup.saved,
-            self._persistent,
-            updater,
-            end.owned_parameters,
-            self._room_bytes,
-        )
-        if snapshot.is_copy:
-            setup.device.begin_copy(snapshot.size_bytes)
+        step_end, setup = self._step_end, self._setup
+        updater = step_end.updater
+        with setup.device.copying() as leave_out:
+            snapshot = take_snapshot(
+                setup.saved,
+                self._persistent,
+                updater,
+                step_end.owned_parameters,
+                self._room_bytes,
+            )
+            if snapshot.is_copy:
+                leave_out(snapshot.size_bytes)
         manifest = Manifest(
             step,
             setup.plan.micro_batch_size,
@@ -344,7 +345,7 @@ class Trainer:
             losses=tuple(updater.losses),
             metric_values=tuple(self._early_stopping.metric_values),
             best=self._early_stopping.best,
-            loss_scale=None if end.loss_scale is None else end.loss_scale.state,
+            loss_scale=None if step_end.loss_scale is None else step_end.loss_scale.state,
             unevaluated=unevaluated,
         )
         self._saver.start(manifest, snapshot)

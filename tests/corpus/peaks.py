@@ -42,7 +42,7 @@ def measure(run: RunDirectory, world: MPI.Comm) -> int:
 
     setup.training.run = record  # type: ignore[method-assign]
     trainer.train()
-    optimizer = trainer._end.updater.optimizer
+    optimizer = trainer._step_end.updater.optimizer
     states = [] if optimizer is None else [list(s.values()) for s in optimizer.state.values()]
     held = [t for values in states for t in values if isinstance(t, Tensor)]
     for stage in setup.stages.values():

@@ -15,7 +15,7 @@ from pipectl.runtime.gradients import (
     total_norm,
 )
 from pipectl.runtime.manifest import LossScaleState
-from pipectl.runtime.step_end import Vote
+from pipectl.runtime.vote import Vote
 from pipectl.spec.models import LossScale as Spec
 
 

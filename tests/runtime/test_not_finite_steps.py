@@ -25,7 +25,8 @@ from pipectl.runtime.finite import BufferCheck
 from pipectl.runtime.gradients import gradient_norms
 from pipectl.runtime.segment import MicroBatch
 from pipectl.runtime.stage import Stage
-from pipectl.runtime.step_end import (
+from pipectl.runtime.trainer import Trainer
+from pipectl.runtime.vote import (
     Origin,
     Origins,
     Result,
@@ -34,7 +35,6 @@ from pipectl.runtime.step_end import (
     fault_of_gradients,
     fault_of_losses,
 )
-from pipectl.runtime.trainer import Trainer
 from pipectl.schedule import Kind
 from pipectl.watch.board import Activity, Board
 
@@ -135,9 +135,9 @@ def test_the_first_stage_is_named_that_handed_on_what_was_not_finite() -> None:
     for micro_batch, stage, tensor in ((0, 1, fine), (2, 3, spoilt), (2, 1, spoilt), (1, 0, fine)):
         origins.note(micro_batch, stage, {slot: tensor, mask: spoilt})
     origins.note(0, 2, {slot: torch.full((9,), 60000.0, dtype=torch.float16), mask: None})
-    assert origins.first(2) is None
-    assert origins.first(3) == Origin(2, 1)
-    assert origins.first(3) is None
+    assert origins.take_first(2) is None
+    assert origins.take_first(3) == Origin(2, 1)
+    assert origins.take_first(3) is None
     vote = vote_of_one()
     of_loss = fault_of_losses([2], [torch.tensor(math.nan)], [0.0, 0.0, 1.0])
     for origin, stage in ((Origin(2, 1), 1), (Origin(0, 0), -1), (None, -1)):

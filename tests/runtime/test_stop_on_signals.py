@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from mpi4py import MPI
 
-from pipectl.runtime.step_end import StepEnd, Vote
+from pipectl.runtime.step_end import StepEnd
 from pipectl.runtime.stopping import GO_ON, MOVE, STOP, WAIT, StopRequest, stop_on_signals
+from pipectl.runtime.vote import Vote
 
 
 @pytest.mark.parametrize(
