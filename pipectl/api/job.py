@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pipectl.api.plan import Plan
 from pipectl.api.run import Run, directories
 from pipectl.api.work import Progress, at_work, shown
-from pipectl.batch import LOCAL, allocation
+from pipectl.batch import LOCAL, system_of_this_node
 from pipectl.errors import DataFileError, UsageError
 from pipectl.files import read_limited
 from pipectl.jobs.job import Job as PreparedJob
@@ -137,7 +137,7 @@ class Job:
 
         with self._at_work() as (spec, _, system):
             path = profile_path(spec)
-            if spec.environment.container is None and system in {LOCAL, allocation()}:
+            if spec.environment.container is None and system in {LOCAL, system_of_this_node()}:
                 with shown(progress) as report:
                     return measure_apart(spec, path, report, effort, again=again)
             job = make_measuring_job(spec, system, path, effort, links=False, again=again)

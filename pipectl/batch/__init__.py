@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from pipectl.batch.limits import Queue
@@ -32,8 +34,8 @@ LOCAL, HERE = "local", "here"
 __all__ = [
     "CHECKPOINTED", "HERE", "LOCAL", "QUEUES_TIMEOUT_S", "Array", "JobRequest", "JobState",
     "JobStatus", "NoAnswerError",
-    "OtherSystemError", "Queue", "Scheduler", "allocation", "batch_systems",
-    "find_scheduler", "get_scheduler", "scheduler_class",
+    "OtherSystemError", "Queue", "Scheduler", "find_scheduler", "get_scheduler",
+    "queued_systems", "scheduler_class", "system_of_this_node",
 ]  # fmt: skip
 
 
@@ -91,21 +93,26 @@ def _load(entry: EntryPoint) -> type[Scheduler]:
     return loaded
 
 
-def get_scheduler(name: str, timeout_s: float = TIMEOUT_S) -> Scheduler:
+def get_scheduler(
+    name: str,
+    timeout_s: float = TIMEOUT_S,
+    exit_codes: Mapping[str, int] = MappingProxyType({}),
+) -> Scheduler:
     """Return a batch system by name.
 
     Args:
         timeout_s: time limit of each of its commands.
+        exit_codes: that jobs have written, by id; see :attr:`Scheduler.exit_codes`.
 
     Raises:
         UsageError: see :func:`scheduler_class`.
     """
     system = scheduler_class(name)()
-    system.timeout_s = timeout_s
+    system.timeout_s, system.exit_codes = timeout_s, exit_codes
     return system
 
 
-def batch_systems() -> tuple[str, ...]:
+def queued_systems() -> tuple[str, ...]:
     """Return the names of all systems with a queue, in the order in which they are looked for:
     whoever has installed a package for one has it."""
     return (*packaged_schedulers(), *_QUEUED)
@@ -113,16 +120,16 @@ def batch_systems() -> tuple[str, ...]:
 
 def find_scheduler() -> str:
     """Return the name of the installed batch system, otherwise ``local``."""
-    for name in batch_systems():
+    for name in queued_systems():
         programs = scheduler_class(name).programs
         if programs and all(map(shutil.which, programs)):
             return name
     return LOCAL
 
 
-def allocation() -> str:
+def system_of_this_node() -> str:
     """Return the name of the batch system of this compute node; elsewhere ``local``."""
-    for name in batch_systems():
+    for name in queued_systems():
         variables = scheduler_class(name).node_variables
         if variables and variables <= os.environ.keys():
             return name

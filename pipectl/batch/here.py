@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from pipectl.batch import batch_systems, get_scheduler
+from pipectl.batch import get_scheduler, queued_systems
 from pipectl.batch.limits import Misfit, Queue
 from pipectl.batch.local import LocalScheduler
 from pipectl.batch.request import JobRequest
@@ -28,7 +28,7 @@ def find_allocation() -> tuple[Scheduler, Allocation]:
     Raises:
         SchedulerError: it runs in none.
     """
-    for name in batch_systems():
+    for name in queued_systems():
         system = get_scheduler(name, QUEUES_TIMEOUT_S)
         if (found := system.allocation()) is not None:
             return system, found

@@ -1,4 +1,8 @@
-"""The only module that starts, waits for and signals other processes."""
+"""Other programs: starting them, waiting for them, and ending them with all that they have started.
+
+Only this module uses ``subprocess``. Lost ranks are ended by the watcher of their node, which must
+start fast and imports nothing of this (:mod:`pipectl.watch`).
+"""
 
 from __future__ import annotations
 
@@ -228,6 +232,21 @@ def wait_for_any() -> int | None:
         return os.wait()[0]
     except ChildProcessError:
         return None
+
+
+def has_ended(child: int) -> bool:
+    """Return whether a child process has ended, also if other code has waited for it."""
+    try:
+        return os.waitpid(child, os.WNOHANG) != (0, 0)
+    except ChildProcessError:
+        return start_time(child) is None
+
+
+def kill_child(child: int) -> None:
+    """Kill a child process, and wait for its end."""
+    with suppress(OSError):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def start_time(pid: int) -> int | None:

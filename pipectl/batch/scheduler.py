@@ -147,7 +147,7 @@ class Scheduler(ABC):
     timeout_s: float = process.TIMEOUT_S
     """Time limit of each command of the system."""
     exit_codes: Mapping[str, int] = MappingProxyType({})
-    """Exit codes that jobs have written, by id: records of such jobs are not worth a wait."""
+    """Exit codes that jobs have written, by id: a query need not wait for the records of these."""
 
     def ping(self) -> None:  # noqa: B027
         """Check with a cheap query that the system answers."""

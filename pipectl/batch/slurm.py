@@ -9,18 +9,17 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from pipectl.batch import process, refusals
 from pipectl.batch.findings import Finding, assess
-from pipectl.batch.limits import Demand, Misfit, NodeKind, Queue, check_limits, find_misfit
-from pipectl.batch.reasons import is_held, slurm_hint
+from pipectl.batch.limits import Demand, Misfit, Queue, check_limits, find_misfit
 from pipectl.batch.request import JobRequest
 from pipectl.batch.scheduler import (
     CLOCK_SKEW_S,
@@ -29,27 +28,38 @@ from pipectl.batch.scheduler import (
     JobState,
     JobStatus,
     failure,
-    groups_of_user,
     name_suffix,
     number_of,
-    parse_limit,
 )
 from pipectl.batch.script import render_script
+from pipectl.batch.slurm_output import (
+    SACCT_FORMAT,
+    SINFO_FORMAT,
+    SQUEUE_FORMAT,
+    numbers_of,
+    parse_closed,
+    parse_sacct,
+    parse_sinfo,
+    parse_squeue,
+    parse_start,
+    with_cluster,
+)
 from pipectl.directives import SBATCH, find_option
 from pipectl.errors import SchedulerError, UsageError
 
 if TYPE_CHECKING:
     from pipectl.spec.launch import Launch
 
-SQUEUE_FORMAT = "%i|%T|%j|%S|%e|%N|%k|%r"
-SACCT_FORMAT = "JobID,State,ExitCode,Submit,Start,End,NodeList"
-SINFO_FORMAT = "%P|%l|%D|%c|%m|%G|%a|%s|%r|%g"
 _SQUEUE = ("-h", "-r", "-t", "all", "-o", SQUEUE_FORMAT)
 _TIMES: Mapping[str, str | None] = {"SLURM_TIME_FORMAT": "%s"}
 _CLUSTERS = "SLURM_CLUSTERS"
 _SIGNALLED = 128
 """Exit codes of scripts that a signal has ended are larger."""
 _MOMENT_S = 3.0
+_LIFTING = ("--qos -q", "--reservation")
+"""Options with which other limits may hold than those of a partition."""
+_ID = re.compile(r"[0-9]{1,18}(_[0-9]{1,9})?(;[A-Za-z0-9_.-]+)?")
+"""Of a job, as a record has it."""
 
 
 class SlurmScheduler(CommandLineScheduler):
@@ -101,7 +111,7 @@ class SlurmScheduler(CommandLineScheduler):
         name = request.name
         if "comment" in request.slurm.options:
             name += name_suffix(request.tag)
-        request = replace(request, after=tuple(_numbers(request.after)))
+        request = replace(request, after=tuple(numbers_of(request.after)))
         return render_script("slurm.sh.j2", request, self.name, job_name=name)
 
     def allocation(self) -> Allocation | None:
@@ -145,7 +155,7 @@ class SlurmScheduler(CommandLineScheduler):
         cluster = cluster or ("" if _are_several(clusters) else clusters)
         if clusters and not cluster:
             return None
-        return _with_cluster(job_id, cluster)
+        return with_cluster(job_id, cluster)
 
     def _on(self, clusters: str) -> tuple[tuple[str, ...], Mapping[str, str | None]]:
         # As a variable too, for programs of the site that stand for Slurm's.
@@ -160,11 +170,11 @@ class SlurmScheduler(CommandLineScheduler):
         know why, and has a moment to say so.
         """
         # A damaged record must not hide the other jobs.
-        ids = [job_id for job_id in ids if _ASKED.fullmatch(job_id)]
+        ids = [job_id for job_id in ids if _ID.fullmatch(job_id)]
         if not ids:
             return {}
         # squeue fails for a single unknown id, but not for a repeated one.
-        jobs = _numbers(map(self.array_id, ids))
+        jobs = numbers_of(map(self.array_id, ids))
         options, variables = self._on(cluster)
         command = ("squeue", *options, *_SQUEUE, "-j", ",".join([*jobs, jobs[0]]))
         done = self._ask(*command, variables={**_TIMES, **variables})
@@ -199,15 +209,15 @@ class SlurmScheduler(CommandLineScheduler):
     def cancel(self, job_id: str) -> None:
         options, variables = self._on(self.cluster_of(job_id))
         # It is silent on unknown ids.
-        self._ask("scancel", *options, *_numbers([job_id]), variables=variables)
+        self._ask("scancel", *options, *numbers_of([job_id]), variables=variables)
 
     def task_id(self, array_id: str, index: int) -> str:
         number, _, cluster = array_id.partition(";")
-        return _with_cluster(f"{number}_{index}", cluster)
+        return with_cluster(f"{number}_{index}", cluster)
 
     def array_id(self, task_id: str) -> str:
         number, _, cluster = task_id.partition(";")
-        return _with_cluster(number.partition("_")[0], cluster)
+        return with_cluster(number.partition("_")[0], cluster)
 
     def estimate(self, script: str) -> str | None:
         """Return the forecast of ``sbatch --test-only``, which ignores partition time limits."""
@@ -217,8 +227,7 @@ class SlurmScheduler(CommandLineScheduler):
         """See :meth:`Scheduler.forecast`. Slurm counts the jobs that run, and those that wait in
         the same partition."""
         said = self._test(self.render(request), _TIMES)
-        found = _START.search(said or "")
-        return None if found is None else _time(found[1]) or _local_time(found[1])
+        return parse_start(said or "")
 
     def _test(self, script: str, variables: Mapping[str, str | None]) -> str | None:
         """Return the line of ``sbatch --test-only`` with the start; None if there is none."""
@@ -278,8 +287,7 @@ class SlurmScheduler(CommandLineScheduler):
     def misfit(self, queue: Queue, request: JobRequest) -> Misfit | None:
         """See :meth:`Scheduler.misfit`; a QOS or a reservation may lift rules of a partition."""
         found = find_misfit(queue, _demand(request, self.walltime_of(request)))
-        is_lifted = find_option(SBATCH, request.slurm.options, _LIFTING) is not None
-        return None if found is not None and found.is_rule and is_lifted else found
+        return None if found is not None and found.is_rule and _lifts_limits(request) else found
 
     @staticmethod
     def _option(request: JobRequest, name: str) -> str:
@@ -298,8 +306,6 @@ class SlurmScheduler(CommandLineScheduler):
             queues = self._sinfo(*where, "-a", variables=variables)
         except SchedulerError:
             return ""
-        options = request.slurm.options
-        is_lifted = find_option(SBATCH, options, _LIFTING) is not None
         names = [name for name in (request.slurm.partition or "").split(",") if name]
         return check_limits(
             queues,
@@ -307,7 +313,7 @@ class SlurmScheduler(CommandLineScheduler):
             _demand(request, self.walltime_of(request)),
             key="slurm.partition",
             exception="if it has a QOS that lifts the limit, name that in slurm.options.qos",
-            is_sure=not is_lifted,
+            is_sure=not _lifts_limits(request),
         )
 
     def _sinfo(
@@ -325,7 +331,7 @@ class SlurmScheduler(CommandLineScheduler):
         Raises:
             SchedulerError: it does not answer.
         """
-        jobs = ",".join(_numbers(map(self.array_id, ids)))
+        jobs = ",".join(numbers_of(map(self.array_id, ids)))
         options, variables = self._on(cluster)
         command = ["sacct", *options, "-X", "-D", "-n", "-P", "-j", jobs, "-o", SACCT_FORMAT]
         if since is not None:
@@ -340,234 +346,6 @@ class SlurmScheduler(CommandLineScheduler):
         rows = [row for row in accounts if (row.submitted_at or inf) >= oldest]
         rows.sort(key=lambda row: inf if row.status.start is None else row.status.start)
         return {row.job_id: row.status for row in rows}
-
-
-# slurm_protocol_defs.c and job_state_codes.shtml: base states, then the flags shown instead.
-_STATES = {
-    word: state
-    for state, words in {
-        JobState.QUEUED: "PENDING CONFIGURING POWER_UP_NODE REQUEUED REQUEUE_FED EXPEDITING",
-        JobState.HELD: "REQUEUE_HOLD SPECIAL_EXIT RESV_DEL_HOLD",
-        JobState.RUNNING: "RUNNING RESIZING SIGNALING",
-        JobState.SUSPENDED: "SUSPENDED STOPPED",
-        JobState.COMPLETING: "COMPLETING STAGE_OUT",
-        JobState.COMPLETED: "COMPLETED",
-        JobState.FAILED: "FAILED",
-        JobState.CANCELLED: "CANCELLED REVOKED",
-        JobState.TIMEOUT: "TIMEOUT DEADLINE",
-        JobState.NODE_FAIL: "NODE_FAIL BOOT_FAIL",
-        JobState.PREEMPTED: "PREEMPTED",
-        JobState.OUT_OF_MEMORY: "OUT_OF_MEMORY",
-    }.items()
-    for word in words.split()
-}
-_BOOTING = frozenset({"CONFIGURING", "POWER_UP_NODE"})
-_RUNS = frozenset({JobState.RUNNING, JobState.SUSPENDED})
-# In these states Slurm still gives the reason for which the job waited.
-_REASON_IS_STALE = frozenset({JobState.COMPLETED, JobState.CANCELLED})
-_NO_REASON = frozenset({"None", "(null)", ""})
-_LIFTING = ("--qos -q", "--reservation")
-"""Options with which other limits may hold than those of a partition."""
-_ASKED = re.compile(r"[0-9]{1,18}(_[0-9]{1,9})?(;[A-Za-z0-9_.-]+)?")
-_CLUSTER = re.compile(r"CLUSTER: (\S+)")
-_WAITING = re.compile(r"([0-9]{1,18})_\[([0-9,-]{1,9999})(?:%[0-9]+)?\]")
-_SECONDS = re.compile(r"[1-9][0-9]{0,10}")
-_GPUS = re.compile(r"\bgpu(?::[^:,()]+){0,2}:(\d{1,6})\b")
-_GPU_TYPES = re.compile(r"\bgpu:([^:,()]+):")
-_COUNT = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([KM]?)")
-_START = re.compile(r" to start at (\S+)")
-_FIELD = re.compile(r"(\w+)=(\S*)")
-_UNSET_BYTES = 64 * 2**20
-"""Slurm reports 1 MB for nodes whose memory is not configured."""
-
-
-class Listed(NamedTuple):
-    """A row of squeue or sacct."""
-
-    job_id: str
-    status: JobStatus
-    comment: str = ""
-    name: str = ""
-    submitted_at: float | None = None
-
-
-def parse_squeue(stdout: str, cluster: str | None = "") -> Iterator[Listed]:
-    """Parse ``squeue -h -o SQUEUE_FORMAT``, with times in seconds since the epoch.
-
-    Args:
-        cluster: of the jobs, for their ids, until a line names another; None if only such lines
-            tell. Empty for the default.
-    """
-    for line in stdout.splitlines():
-        if named := _CLUSTER.fullmatch(line.strip()):
-            cluster = named[1]
-        fields = line.split("|", 6)
-        comment, bar, reason = fields[-1].rpartition("|")  # a comment may contain one
-        if len(fields) == 7 and bar and cluster is not None:
-            job_ids, word, name, start, end, nodes, _ = fields
-            status = _status(word, start, end, nodes, reason=reason)
-            for job_id in _job_ids(job_ids):
-                if status.state.waits:
-                    held = status.state is JobState.HELD
-                    hint = slurm_hint(status.reason, job_id, cluster, held=held)
-                    status = replace(status, hint=hint)
-                yield Listed(_with_cluster(job_id, cluster), status, comment, name)
-
-
-def parse_sacct(stdout: str, cluster: str = "") -> Iterator[Listed]:
-    """Parse ``sacct -n -P -o SACCT_FORMAT``: a row per attempt of a job, oldest first."""
-    for fields in (line.split("|") for line in stdout.splitlines()):
-        if len(fields) >= 7:
-            job_ids, word, code, submit, start, end, nodes = fields[:7]
-            status = _status(word, start, end, nodes, code=code, source="accounting")
-            for job_id in _job_ids(job_ids):
-                listed = _with_cluster(job_id, cluster)
-                yield Listed(listed, status, submitted_at=_time(submit))
-
-
-def _with_cluster(job_id: str, cluster: str) -> str:
-    """Return a job's id as ``sbatch --parsable`` writes it; jobs of two clusters may have one
-    number."""
-    return f"{job_id};{cluster}" if cluster else job_id
-
-
-def _numbers(ids: Iterable[str]) -> list[str]:
-    """Return ids without their cluster, each once."""
-    return list(dict.fromkeys(job_id.partition(";")[0] for job_id in ids))
-
-
-def _are_several(clusters: str) -> bool:
-    return "," in clusters or clusters == "all"
-
-
-def _words_for(clusters: str) -> str:
-    return f"cluster {clusters.replace(',', ' or ')}" if clusters else "the default cluster"
-
-
-def _job_ids(listed: str) -> Iterator[str]:
-    """Yield the jobs of a row; waiting jobs of an array share one, such as ``35_[2-3,7%2]``."""
-    waiting = _WAITING.fullmatch(listed)
-    if waiting is None:
-        yield listed
-        return
-    for part in waiting[2].split(","):
-        first, _, last = part.partition("-")
-        if first and len(first) < 7 and len(last) < 7:
-            yield from (f"{waiting[1]}_{i}" for i in range(int(first), int(last or first) + 1))
-
-
-def parse_state(text: str) -> JobState:
-    """Parse ``RUNNING``, ``CANCELLED by 1000``, ``CANCELLED+`` or a list of states.
-
-    Of several states, the one that is not final counts; unknown words are UNKNOWN.
-    """
-    words = (part.split()[0].rstrip("+") for part in text.split(",") if part.strip())
-    states = [_STATES.get(word, JobState.UNKNOWN) for word in words]
-    states = [state for state in states if state is not JobState.UNKNOWN]
-    return min(states, key=lambda state: state.final, default=JobState.UNKNOWN)
-
-
-def _status(
-    word: str,
-    start: str,
-    end: str,
-    nodes: str,
-    *,
-    reason: str = "",
-    code: str = "",
-    source: str = "queue",
-) -> JobStatus:
-    """Return a job's status; of the code ``code:signal``, a signal becomes 128 + signal."""
-    state = parse_state(word)
-    if state is JobState.UNKNOWN:
-        reason = f"Slurm calls its state {word!r}"
-    elif word in _BOOTING:
-        reason = "nodes are booting"
-    elif reason in _NO_REASON or state in _REASON_IS_STALE:
-        reason = ""
-    if state is JobState.QUEUED and is_held(reason):
-        state = JobState.HELD
-    exit_code = 0 if state is JobState.COMPLETED else None
-    if state.final and (match := re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", code)):
-        signal = int(match[2])
-        exit_code = int(match[1]) or (128 + signal if signal else exit_code)
-    return JobStatus(
-        state,
-        reason=reason,
-        exit_code=exit_code,
-        nodes="" if nodes in {"None assigned", "(null)"} else nodes,
-        start=_time(start),
-        end=_time(end) if state.final else None,
-        source=source,
-        deadline=_time(end) if state in _RUNS else None,
-    )
-
-
-def parse_sinfo(stdout: str) -> tuple[Queue, ...]:
-    """Parse ``sinfo -h -e -o SINFO_FORMAT``: the partitions, the default first.
-
-    There is a line per kind of node.
-    """
-    partitions: dict[str, Queue] = {}
-    for line in stdout.splitlines():
-        fields = line.split("|")
-        if len(fields) not in (8, 10):
-            continue
-        name, limit, nodes, cores, memory, gres, state, job_size, *access = fields
-        size = number_of(memory) * 2**20
-        kind = NodeKind(
-            nodes=_count(nodes),
-            cores=_count(cores),
-            memory_bytes=size if size >= _UNSET_BYTES else None,
-            gpus=sum(map(int, _GPUS.findall(gres))),
-            gpu=",".join(_GPU_TYPES.findall(gres)),
-        )
-        queue = Queue(
-            name.removesuffix("*"),
-            default=name.endswith("*"),
-            open=state == "up",
-            for_user=not access or _is_for_user(*access),
-            walltime_s=parse_limit(limit),
-            min_nodes=_count(job_size),
-            max_nodes=_count(job_size.rpartition("-")[2]) or None,
-        )
-        queue = partitions.get(queue.name, queue)
-        partitions[queue.name] = replace(queue, kinds=(*queue.kinds, kind))
-    return tuple(sorted(partitions.values(), key=lambda queue: not queue.default))
-
-
-def parse_closed(stdout: str, account: str | None, qos: str) -> set[str]:
-    """Parse ``scontrol -o show partition``: the partitions that an account or QOS may not use.
-
-    Args:
-        account, qos: of a job; those that it does not name are not known.
-    """
-    closed = set[str]()
-    for line in stdout.splitlines():
-        fields = dict(_FIELD.findall(line))
-        for kind, own in (("Accounts", account), ("Qos", qos)):
-            allowed, denied = (
-                fields.get(f"{verb}{kind}", "").lower().split(",") for verb in ("Allow", "Deny")
-            )
-            is_allowed = allowed in ([""], ["all"]) or (own or "").lower() in allowed
-            if own and "PartitionName" in fields and (not is_allowed or own.lower() in denied):
-                closed.add(fields["PartitionName"])
-    return closed
-
-
-def _is_for_user(root_only: str, groups: str) -> bool:
-    """Return whether this user may use a partition, from sinfo's ``%r`` and ``%g``."""
-    own = groups_of_user()
-    return root_only != "yes" and (groups == "all" or not own.isdisjoint(groups.split(",")))
-
-
-def _count(text: str) -> int:
-    """Return a number as sinfo writes it, or the minimum of a range; 0 if there is none.
-
-    1024 is ``1K``, and 1536 ``1.50K``.
-    """
-    match = _COUNT.match(text)
-    return round(float(match[1]) * 1024 ** " KM".index(match[2] or " ")) if match else 0
 
 
 def _demand(request: JobRequest, walltime_s: int | None) -> Demand:
@@ -593,15 +371,14 @@ def _demand(request: JobRequest, walltime_s: int | None) -> Demand:
     )
 
 
-def _time(text: str) -> float | None:
-    """Return seconds since the epoch; None for ``N/A``, ``Unknown`` and the like."""
-    return float(text) if _SECONDS.fullmatch(text) else None
+def _are_several(clusters: str) -> bool:
+    return "," in clusters or clusters == "all"
 
 
-def _local_time(text: str) -> float | None:
-    """Return seconds since the epoch of a time as Slurm writes it by itself: a program of the site
-    may hide the variable for its form."""
-    try:
-        return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S").timestamp()
-    except ValueError:
-        return None
+def _words_for(clusters: str) -> str:
+    return f"cluster {clusters.replace(',', ' or ')}" if clusters else "the default cluster"
+
+
+def _lifts_limits(request: JobRequest) -> bool:
+    """Return whether other limits may hold for a job than those of its partition."""
+    return find_option(SBATCH, request.slurm.options, _LIFTING) is not None

@@ -14,6 +14,7 @@ import typer
 from pipectl.cli.console import errors, note, say, say_json, warn
 from pipectl.older_python import Unpack
 from pipectl.runs import PROFILING, Record, RunDirectory, name_in_shell
+from pipectl.runs.phases import is_between_steps, without_details
 
 if TYPE_CHECKING:
     from pipectl.jobs.job import Job
@@ -187,7 +188,7 @@ def follow(run: RunDirectory, statuses: Iterable[RunStatus] | None = None) -> Ru
                 job = status.job
                 progress(*status.progress)
                 part = 10 * status.measured.step // (status.steps or 1)
-                current = job.state.value, status.phase.partition(" ")[0], part
+                current = job.state.value, without_details(status.phase), part
                 is_new = job.state.waits and job.reason not in reasons
                 if (is_new or current != reported) and not errors().is_terminal:
                     note(describe_progress(status))
@@ -210,7 +211,7 @@ def describe_progress(status: RunStatus) -> str:
     if not state.alive or not status.phase:
         return state.value
     progress = f", step {now.step} of {status.steps}{status.loss_text}" if now.step else ""
-    if " after step " in status.phase:  # the reports of this step may still be on their way
+    if is_between_steps(status.phase):
         progress = status.loss_text
     if status.record is not None and status.record.kind == PROFILING:
         progress = f" {now.step}%" if now.step else ""

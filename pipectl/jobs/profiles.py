@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pipectl
-from pipectl.batch import allocation
+from pipectl.batch import system_of_this_node
 from pipectl.errors import DataFileError, UsageError
 from pipectl.faults import with_details
 from pipectl.fields import read_fields, write_value
@@ -239,7 +239,7 @@ def _with_rows(
     Args:
         directory: of the times if the user has no cache.
     """
-    scheduler = allocation()
+    scheduler = system_of_this_node()
     identity = {
         "host": socket.gethostname(),
         "scheduler": scheduler,

@@ -38,6 +38,7 @@ from pipectl.runs import (
     read_stall,
 )
 from pipectl.runs.kept_code import CodeWatch, KeptCode, KeptFile
+from pipectl.runs.phases import TRAINS
 
 _SHORT_TIMEOUT_S = 10.0
 _MIN_WAITING, _MAX_SHARE_OF_IT = 0.3, 0.5
@@ -219,7 +220,7 @@ class RunStatus:
     @property
     def loss_text(self) -> str:
         """``, loss 2.91``, of the last training step; while ranks do something else, it says so."""
-        loss, whose = self.measured.last_loss, "" if self.phase == "training" else "training "
+        loss, whose = self.measured.last_loss, "" if self.phase == TRAINS else "training "
         return "" if loss is None else f", {whose}loss {loss:.4g}"
 
     @property
@@ -418,11 +419,11 @@ def _ask(name: str, records: dict[RunDirectory, Record], now: float, timeout_s: 
         times = {each.job_id: each.submitted_at for each in records.values() if each.job_id}
         if not times:
             return Answer({})
-        scheduler = get_scheduler(name, timeout_s)
         written = {
             each.job_id: read_exit_code(run.start) for run, each in records.items() if each.job_id
         }
-        scheduler.exit_codes = {job: code for job, code in written.items() if code is not None}
+        codes = {job: code for job, code in written.items() if code is not None}
+        scheduler = get_scheduler(name, timeout_s, codes)
         return Answer(scheduler.query(list(times), since=min(times.values())))
     except PipectlError as error:
         return Answer({}, error.message)

@@ -15,7 +15,7 @@ from multiprocessing.synchronize import Event
 
 import psutil
 
-from pipectl.batch import LOCAL, allocation
+from pipectl.batch import LOCAL, system_of_this_node
 from pipectl.capture import CapturedJob
 from pipectl.older_python import Self
 from pipectl.profiler.bench import Bench, Subject, single_stage
@@ -42,7 +42,7 @@ class Neighbours:
     def __init__(self, spec: JobSpec, size: int) -> None:
         self._spec = spec
         self._size = size
-        self.count = neighbour_count(spec, len(os.sched_getaffinity(0)), allocation())
+        self.count = neighbour_count(spec, len(os.sched_getaffinity(0)), system_of_this_node())
         context = multiprocessing.get_context("spawn")
         self._stop = context.Event()
         self._ready = [context.Event() for _ in range(self.count)]

@@ -18,7 +18,7 @@ from pipectl.runtime.engine import Engine
 from pipectl.runtime.feed import Demand, Feed, wants
 from pipectl.runtime.layout import Tensors
 from pipectl.runtime.metrics import Metrics
-from pipectl.runtime.process import say
+from pipectl.runtime.rank_process import say
 from pipectl.runtime.step import Batch, Step, StepRun
 from pipectl.runtime.waiting import broadcast, gather_all
 from pipectl.schedule import Channel, lower_evaluation

@@ -23,10 +23,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from signal import SIGKILL
 from typing import Any
 
 import numpy as np
@@ -38,7 +36,7 @@ from pipectl.files import make_private_directory
 from pipectl.plan import Plan
 from pipectl.runs import WARM_UP_STEPS, RankBeat, RunDirectory
 from pipectl.runs.rebalance import Balance, Imbalance
-from pipectl.runtime.process import job_log, say, warn
+from pipectl.runtime.rank_process import job_log, say, warn
 from pipectl.schedule import is_unflushed
 from pipectl.units import format_time, plural
 
@@ -144,9 +142,7 @@ class Rebalancing:
     def close(self) -> None:
         """End the process that plans."""
         if self._pid is not None:
-            with suppress(OSError):
-                os.kill(self._pid, SIGKILL)
-                os.waitpid(self._pid, 0)
+            process.kill_child(self._pid)
             self._pid = None
 
     def _compare(self, step: int, ranks: Sequence[RankBeat]) -> None:
@@ -207,12 +203,8 @@ class Rebalancing:
             return
         self._looked_at = now
         assert self._pid is not None
-        try:
-            if os.waitpid(self._pid, os.WNOHANG) == (0, 0):
-                return
-        except ChildProcessError:  # user code waits for any child
-            if process.start_time(self._pid) is not None:
-                return
+        if not process.has_ended(self._pid):
+            return
         self._pid = None
         try:
             balance = Balance.load(self._run.balance)

@@ -29,7 +29,7 @@ from pipectl.rehearsal import Passage, Rehearsal
 from pipectl.runs import Heartbeat, RunDirectory, start_of_job
 from pipectl.runtime import clock
 from pipectl.runtime.nodes import check_world
-from pipectl.runtime.process import run_rank, warn
+from pipectl.runtime.rank_process import run_rank, warn
 from pipectl.runtime.reports import Lines
 from pipectl.runtime.waiting import barrier, wait
 from pipectl.schedule import Action, Actions, Kind, channels, lower, shares

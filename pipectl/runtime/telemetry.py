@@ -18,8 +18,8 @@ from pipectl.capture.shares import sum_of_parts
 from pipectl.fields import write_value
 from pipectl.runs import CoreShare, Heartbeat, NotFinite, RankBeat, StartDirectory
 from pipectl.runtime.nodes import node_name
-from pipectl.runtime.process import say, warn
 from pipectl.runtime.processor import make_meter
+from pipectl.runtime.rank_process import say, warn
 from pipectl.runtime.reports import Attempts, Lines, Reports
 from pipectl.runtime.waiting import WaitingShare, barrier, gather_all, poll
 
@@ -96,15 +96,15 @@ class Telemetry:
         self._beats = Attempts(start.heartbeat.name, warn)
         self._waiting = WaitingShare()
         self._processor = make_meter(communicator)
-        self._step, self._state = 0, ""
+        self._step, self._phase = 0, ""
 
     def restore(self, step: int) -> None:
         """Record that earlier starts have done ``step`` steps."""
         self._step = step
 
-    def state(self, state: str) -> None:
-        """Record the job's state; written at once."""
-        self._state = state
+    def begin(self, phase: str) -> None:
+        """Record what the job does from now on; written at once."""
+        self._phase = phase
         self._waiting.restart()
         self._processor.restart()
         self._beat(force=True)
@@ -169,7 +169,7 @@ class Telemetry:
         """Record what was not finite in a step (rank 0 writes)."""
         self._append({**self._stamp(step), "not_finite": write_value(fault)})
 
-    def finish(self, state: str = "done") -> None:
+    def finish(self, phase: str = "done") -> None:
         """Wait for every report of every rank and write the last ones; collective."""
 
         def is_over() -> bool:
@@ -179,7 +179,7 @@ class Telemetry:
         poll(is_over, lambda _: False)
         barrier(self._communicator)
         self._append()
-        self.state(state)
+        self.begin(phase)
 
     def _take_in(self) -> None:
         """Write a line for every step that all ranks have reported."""
@@ -239,7 +239,7 @@ class Telemetry:
         if self._communicator.rank or (not force and now - self._beat_at < _HEARTBEAT_S):
             return
         self._beat_at = now
-        progress = self._state, self._step, self._steps, self._start.number
+        progress = self._phase, self._step, self._steps, self._start.number
         heartbeat = Heartbeat(*progress, tuple(self._ranks), self._messages)
         self._beats(lambda: heartbeat.save(self._start.heartbeat))
 

@@ -23,7 +23,7 @@ from mpi4py import MPI
 
 from pipectl.runs import RunDirectory
 from pipectl.runtime import clock
-from pipectl.runtime.process import warn
+from pipectl.runtime.rank_process import warn
 from pipectl.runtime.reports import Attempts, Reports
 from pipectl.runtime.waiting import gather_all, poll
 from pipectl.runtime.work_clock import Interval

@@ -12,11 +12,12 @@ from pipectl.cluster import Cluster
 from pipectl.errors import PipectlError, UsageError
 from pipectl.files import write_text
 from pipectl.runs import StartDirectory
+from pipectl.runs.phases import TRAINS, evaluates
 from pipectl.runtime.alarm import Alarm, OtherRankError
 from pipectl.runtime.asynchronous import AsynchronousSteps
 from pipectl.runtime.checkpoint import Keep, Saver, Stored, plain_name, take_snapshot
 from pipectl.runtime.manifest import Manifest
-from pipectl.runtime.process import say, warn
+from pipectl.runtime.rank_process import say, warn
 from pipectl.runtime.rebalancing import Rebalancing
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.step import Step, StepRun
@@ -128,7 +129,7 @@ class Trainer:
         """
         self._begin("warming up")
         self._setup.learn_layouts()
-        self._begin("training")
+        self._begin(TRAINS)
         if self._rebalancing is not None:
             self._rebalancing.begin()
         self._train_steps()
@@ -137,8 +138,8 @@ class Trainer:
         self._setup.batches.feed.finish()
         self._tracing.finish()  # even if the last checkpoint cannot be written
         self._saver.finish()
-        state = "stopped" if self._stopped else "moving to another plan" if self._moves else "done"
-        self._telemetry.finish(state)
+        phase = "stopped" if self._stopped else "moving to another plan" if self._moves else "done"
+        self._telemetry.finish(phase)
         if self._stopped and self._rank == 0:
             write_text(self._start.stopped_marker, "")
         return self._moves
@@ -195,7 +196,7 @@ class Trainer:
         is_saved = self._saver.wait_saved()
         if self._rebalancing is not None and not is_saved:
             self._rebalancing.drop()
-        self._begin("training")
+        self._begin(TRAINS)
         return is_saved
 
     def _ends_early(self) -> bool:
@@ -218,14 +219,14 @@ class Trainer:
             self._setup.replicas.check_weights(step)
         if (saves or saves_best) and not saves_first:
             self._save(step)
-            self._begin("training")
+            self._begin(TRAINS)
         self._saver.poll()
         if not self._saver.is_writing:
             self._setup.device.end_copy()
 
     def _evaluate(self, step: int) -> None:
         setup, plan = self._setup, self._setup.plan
-        self._begin("evaluating", f" after step {step}")
+        self._begin("evaluating", evaluates(step))
         # Send weights to ranks that run only forwards, as the next step would.
         renewal = lower_renewal(plan, self._rank)
         setup.training.run(StepRun(Step(renewal, channels(plan), self._rank, ())))
@@ -233,7 +234,7 @@ class Trainer:
         self._early_stopping.watch(step, result)
         if self._rank == 0:
             self._telemetry.evaluation(step, result, self._early_stopping.reason)
-        self._begin("training")
+        self._begin(TRAINS)
 
     def _result_of_evaluation(self, step: int) -> dict[str, float]:
         """Evaluate; the learning rate may follow.
@@ -283,8 +284,13 @@ class Trainer:
         if self._rank == 0:
             say(f"the evaluation has failed; {saved}")
 
-    def _begin(self, phase: str, detail: str = "") -> None:
-        self._telemetry.state(f"{phase}{detail}")
+    def _begin(self, phase: str, words: str = "") -> None:
+        """Begin a phase.
+
+        Args:
+            words: for the heartbeat, if they say more.
+        """
+        self._telemetry.begin(words or phase)
         self._setup.board.phase(phase)
 
     def _room_for_copies(self, cluster: Cluster | None) -> int | None:

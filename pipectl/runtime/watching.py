@@ -27,7 +27,7 @@ from pipectl.batch import process
 from pipectl.plan import Plan
 from pipectl.runs import RUN_VARIABLE, SCRIPT, RunDirectory, StartDirectory, start_of_job
 from pipectl.runtime.nodes import grouped, node_name
-from pipectl.runtime.process import job_log, warn
+from pipectl.runtime.rank_process import job_log, warn
 from pipectl.runtime.waiting import broadcast, gather_all
 from pipectl.spec import JobSpec
 from pipectl.watch.board import Board
@@ -118,9 +118,7 @@ class _Watcher:
         if self._pid is None or now - self._looked_at < _LOOK_S:
             return
         self._looked_at = now
-        if process.start_time(self._pid) is None:
-            with suppress(ChildProcessError):
-                os.waitpid(self._pid, os.WNOHANG)
+        if process.has_ended(self._pid):
             warn("the process that watches this node's ranks has ended; it is started again")
             self._start()
 

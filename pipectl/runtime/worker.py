@@ -51,7 +51,7 @@ from pipectl.runtime.feed import reads_once
 from pipectl.runtime.nodes import check_supported, check_world, node_name
 from pipectl.runtime.offload import check_space, offload_directory
 from pipectl.runtime.optimizer import divides
-from pipectl.runtime.process import run_rank, say, warn
+from pipectl.runtime.rank_process import run_rank, say, warn
 from pipectl.runtime.rebalancing import Rebalancing, can_move
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.stopping import stop_on_signals

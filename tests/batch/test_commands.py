@@ -11,7 +11,7 @@ import yaml
 
 from pipectl.batch import JobState, get_scheduler, process
 from pipectl.batch.pbs import parse_qstat
-from pipectl.batch.slurm import parse_sacct, parse_sinfo, parse_squeue
+from pipectl.batch.slurm_output import parse_sacct, parse_sinfo, parse_squeue
 from pipectl.errors import PipectlError, SchedulerError
 from tests.batch.fakes import FakeCommands
 from tests.batch.job_requests import check_table

@@ -25,7 +25,7 @@ import torch  # noqa: E402
 from pipectl.capture import CapturedJob  # noqa: E402
 from pipectl.runs import RunDirectory  # noqa: E402
 from pipectl.runtime import agreement, clock  # noqa: E402
-from pipectl.runtime.process import run_rank  # noqa: E402
+from pipectl.runtime.rank_process import run_rank  # noqa: E402
 from pipectl.runtime.telemetry import Telemetry  # noqa: E402
 from pipectl.runtime.transport import Transport  # noqa: E402
 from pipectl.runtime.worker import run  # noqa: E402

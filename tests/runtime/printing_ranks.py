@@ -10,17 +10,17 @@ from types import SimpleNamespace
 
 from mpi4py import MPI
 
-from pipectl.runtime import process
+from pipectl.runtime import rank_process
 
 HOW, WORLD = sys.argv[1], MPI.COMM_WORLD
 RUN = Path(os.environ["PIPECTL_RUN_DIRECTORY"])
 if HOW == "shares":
-    process.MAX_FILES = 1
-with process.own_log(WORLD.rank, WORLD.size):
-    process.say(f"rank {WORLD.rank} \x1b[2Jbegins")
+    rank_process.MAX_FILES = 1
+with rank_process.own_log(WORLD.rank, WORLD.size):
+    rank_process.say(f"rank {WORLD.rank} \x1b[2Jbegins")
     if HOW == "replaced":  # as code that writes a copy of all that is printed
         sys.stdout, sys.stderr = SimpleNamespace(write=sys.stdout.write), None
-        process.say(f"rank {WORLD.rank} goes on")
+        rank_process.say(f"rank {WORLD.rank} goes on")
         sys.stderr = sys.stdout
         sys.stdout.flush = lambda: None
     if HOW == "full":  # as a full disk: no file may grow any more

@@ -17,7 +17,7 @@ from pipectl.capture import CapturedGraph, CapturedJob
 from pipectl.capture.opaque import Opaque
 from pipectl.capture.operators import FunctionCall, runs
 from pipectl.runs import RunDirectory
-from pipectl.runtime.process import run_rank
+from pipectl.runtime.rank_process import run_rank
 from pipectl.runtime.waiting import barrier
 from pipectl.runtime.worker import run
 

@@ -101,7 +101,7 @@ def strict(text: str) -> Any:
 def test_lines_and_heartbeat_of_a_run_that_diverged_are_json(tmp_path: Path, value: float) -> None:
     run = RunDirectory.create(tmp_path, "job", 0.0)
     writer = Telemetry(MPI.COMM_SELF.Dup(), run.start, steps=3, stages=(0, 1))
-    writer.state("training")
+    writer.begin("training")
     beat = read_heartbeat(run.start)
     (rank,) = beat.ranks
     assert (beat.state, beat.step, beat.steps) == ("training", 0, 3)

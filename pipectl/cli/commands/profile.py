@@ -10,7 +10,7 @@ from typing import Any, Literal, TypedDict
 import typer
 from rich.console import Group, RenderableType
 
-from pipectl.batch import HERE, LOCAL, allocation
+from pipectl.batch import HERE, LOCAL, system_of_this_node
 from pipectl.cli import options as opt
 from pipectl.cli.console import note, plain, say, say_json, short_path, show, table, warn
 from pipectl.cli.progress import profiling_progress
@@ -62,7 +62,7 @@ def command(
     spec = fit_to_allocation(spec, batch_system)
     path = output_file or (cluster_path(spec) if links else profile_path(spec))
     has_container = spec.environment.container is not None
-    if not (links or has_container) and batch_system in {LOCAL, allocation()}:
+    if not (links or has_container) and batch_system in {LOCAL, system_of_this_node()}:
         with profiling_progress() as progress:
             profile = measure(spec, path, progress, effort, again=again)
         show_profile(profile, path, began, as_json=as_json)

@@ -39,6 +39,7 @@ from pipectl.runs import (
     step_of,
 )
 from pipectl.runs.kept_code import read_changed_code
+from pipectl.runs.phases import TRAINS
 from pipectl.units import format_bytes, format_long_time, format_time, plural, printable
 
 _STYLES = {
@@ -210,7 +211,7 @@ def _processor(status: RunStatus) -> Iterator[Fact]:
 def _progress(status: RunStatus) -> Iterator[Fact]:
     """Steps, time left and loss; percent if the run only measures."""
     alive, so_far = status.job.state.alive, status.measured
-    if status.phase not in ("", "training") and alive:
+    if status.phase not in ("", TRAINS) and alive:
         yield "phase", status.phase, ""
     if status.steps:
         picture = bar(so_far.step / status.steps, 20).replace(" ", "░")

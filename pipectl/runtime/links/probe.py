@@ -25,7 +25,7 @@ from pipectl.report.charts import links_svg
 from pipectl.runs import Heartbeat, RunDirectory, start_of_job
 from pipectl.runtime.links.measure import measure_link, measure_sharing, measure_sums, run_on
 from pipectl.runtime.nodes import grouped, node_name
-from pipectl.runtime.process import begin, finish, report
+from pipectl.runtime.rank_process import begin, finish, report
 from pipectl.spec import JobSpec, load
 
 Pair = tuple[int, int]

@@ -21,7 +21,7 @@ from pipectl.files import write_json, write_text
 from pipectl.runs import Heartbeat, RunDirectory, start_of_job
 from pipectl.runtime.links.measure import LEVELS, REACH_S, REACH_SIZES, ping_pong
 from pipectl.runtime.nodes import node_name
-from pipectl.runtime.process import begin, finish, report
+from pipectl.runtime.rank_process import begin, finish, report
 from pipectl.units import format_bytes, format_time, plural
 
 _PATIENCE_S, _PAUSE_S = 10.0, 0.1

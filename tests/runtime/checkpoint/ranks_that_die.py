@@ -22,7 +22,7 @@ from pipectl.runs import RunDirectory
 from pipectl.runtime.checkpoint import Keep, Saver, take_snapshot
 from pipectl.runtime.manifest import Manifest
 from pipectl.runtime.optimizer import Updater
-from pipectl.runtime.process import run_rank
+from pipectl.runtime.rank_process import run_rank
 from pipectl.runtime.worker import run
 from pipectl.watch.board import Board
 

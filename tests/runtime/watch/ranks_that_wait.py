@@ -22,7 +22,7 @@ import psutil
 from mpi4py import MPI
 
 from pipectl.runs import RunDirectory
-from pipectl.runtime.process import run_rank
+from pipectl.runtime.rank_process import run_rank
 from pipectl.runtime.waiting import wait
 from pipectl.runtime.watching import watched
 from pipectl.watch.board import Board, wait_record
