@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipectl.batch import process
-from pipectl.batch.request import JobRequest
+from pipectl.batch.request import IN_JOB, JobRequest
 from pipectl.batch.scheduler import name_suffix
 from pipectl.errors import UsageError
 
@@ -18,8 +18,6 @@ DRY_RUN = "dry-run"
 _MARK = "# pipectl: "
 _DIRECTORY = re.compile(r"^export PIPECTL_RUN_DIRECTORY=(.+)$", re.MULTILINE)
 _STEM = re.compile(r"\d{8}-\d{6}-.+")
-_IN_JOB = "pipectl.jobs.in_job"
-"""Part of the command that makes a plan in the job."""
 _PARTS = (
     (
         r"#(SBATCH|PBS) ",
@@ -96,7 +94,7 @@ class Edited:
             raise self._fault(
                 "the line with the job's comment or name was changed; pipectl finds its jobs by it"
             )
-        if _IN_JOB in ours and _IN_JOB not in text:
+        if IN_JOB in ours and IN_JOB not in text:
             raise self._fault("it needs a plan, and there is none that is up to date")
         done = process.run(["bash", "-n"], hint="install bash", stdin=text)
         if done.returncode or done.stderr:

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 
 CHECKPOINTED = 75
 """Exit code of a job script whose ranks stopped at a checkpoint before the last step."""
+WORKER = "pipectl.runtime.worker"
+"""The module that the ranks of a training run."""
+IN_JOB = "pipectl.jobs.in_job"
+"""The module that profiles and plans in a job's allocation."""
 _MIN_WALLTIME_PER_LEAD_TIME = 4
 _START_LIMITS, _FETCH_S = 10, 3600
 """Time for the ranks to appear, in units of ``launch.hang_after``, and to fetch an image."""

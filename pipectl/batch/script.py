@@ -21,7 +21,7 @@ from pipectl.batch.launchers import (
     launch_command,
 )
 from pipectl.batch.refusals import TROUBLES
-from pipectl.batch.request import CHECKPOINTED, JobRequest
+from pipectl.batch.request import CHECKPOINTED, WORKER, JobRequest
 from pipectl.directives import SYNTAXES, find_option, options_of
 from pipectl.errors import InvalidInputError
 from pipectl.units import first_harmful, format_clock
@@ -103,6 +103,7 @@ def render_script(
         "edf": Markup(edf_of(request)),
         "teardown": Markup(shlex.quote("\n".join(request.environment.teardown))),
         "checkpointed": CHECKPOINTED,
+        "worker": WORKER,
         "tight_heap": TIGHT_HEAP,
         "sets": sets,
         "writes": writes,

@@ -29,6 +29,7 @@ from pipectl.batch import (
 from pipectl.batch.containers import choose_runtime
 from pipectl.batch.edited import DRY_RUN
 from pipectl.batch.launchers import AUTO, MpiChoice, choose_mpi, find_mpiexec
+from pipectl.batch.request import IN_JOB, WORKER
 from pipectl.cluster import Cluster
 from pipectl.errors import SchedulerError, UsageError
 from pipectl.files import fault_of_owner
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
     from pipectl.profile import Profile
     from pipectl.rehearsal import Rehearsal
 
-IN_JOB = "pipectl.jobs.in_job"
-"""The module that profiles and plans in a job's allocation."""
 PERCENT = 100
 """Steps of a run that only measures: it reports its progress in percent."""
 
@@ -64,7 +63,7 @@ class Workload:
 
     kind: str = TRAINING
     suffix: str = ""
-    program: tuple[str, ...] = ("-m", "mpi4py", "-m", "pipectl.runtime.worker", "--run")
+    program: tuple[str, ...] = ("-m", "mpi4py", "-m", WORKER, "--run")
     arguments: tuple[str, ...] = ()
     steps: int | None = None
     single_process: bool = False

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, TypedDict
 from pipectl.batch import LOCAL, JobState
 from pipectl.batch.findings import Finding
 from pipectl.batch.launchers import belongs_to_mpi
+from pipectl.batch.request import IN_JOB
 from pipectl.errors import PipectlError, UsageError
 from pipectl.files import is_stream, make_directory_of, read_json
 from pipectl.jobs.job import (
-    IN_JOB,
     PERCENT,
     Job,
     Workload,

@@ -157,16 +157,17 @@ def _train(
         nullcontext() if rebalancing is None else closing(rebalancing),
     ):
 
-        def moves() -> bool:
-            """Train under the plan; return whether it is to go on under another one."""
+        def train_under(plan: Plan, stored: Stored | None) -> bool:
+            """Train from a checkpoint; return whether to go on under another plan."""
             board.phase("building the stages")
             setup = Setup(communicator, job, plan, device, board, progress, stored, once=once)
             with closing(setup):
                 keep_freed_memory()
-                given = setup, start, cluster, messages, stored
-                return Trainer(*given, tell=tell, rebalancing=rebalancing).train()
+                return Trainer(
+                    setup, start, cluster, messages, stored, tell=tell, rebalancing=rebalancing
+                ).train()
 
-        while moves():
+        while train_under(plan, stored):
             gc.collect()  # the stages of the plan before
             return_freed_memory()
             stored = newest(communicator, directory.checkpoints, warn)

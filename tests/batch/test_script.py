@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -15,6 +16,7 @@ import yaml
 
 from pipectl.batch import Array, get_scheduler
 from pipectl.batch.launchers import local_environment
+from pipectl.batch.request import IN_JOB, WORKER
 from pipectl.batch.script import render_variables
 from pipectl.errors import InvalidInputError
 from pipectl.runs import (
@@ -78,6 +80,12 @@ def test_ranks_see_the_variables_of_the_job_and_the_script_does_not(make_request
     directory = request.run_directory
     own = f"{directory} {directory}/starts/1 {process.pid}"
     assert (code, output) == (5, f"5 3 1 111 {own}\n{directory}\n")
+
+
+@pytest.mark.parametrize("name", [WORKER, IN_JOB])
+def test_programs_that_scripts_start_are_there(name):
+    """The script of Slurm looks for ranks that are left by the first of these names."""
+    assert '__name__ == "__main__"' in Path(find_spec(name).origin).read_text()
 
 
 def test_variables_are_in_a_file_without_which_the_job_does_not_run(make_request):
