@@ -1,4 +1,4 @@
-"""From files to a rank that can train: cuts, stages, transports, engines."""
+"""From a captured job and a plan to a rank that can train: cuts, stages, transports, engines."""
 
 from __future__ import annotations
 
@@ -72,29 +72,10 @@ class Setup:
         self.board = board
         self._division = Division.of(job, plan, communicator)
         cuts = self._cuts()
-        stages_of = _stages_of_states(cuts)
         written = _written_buffers(cuts, training=False) | _written_buffers(cuts, training=True)
-        saved, names = self._places(stages_of)
-        job.materialize(names)
-        if stored is not None:
-            stored.restore_states({name: job.states[name] for name in names})
-        else:
-            several = self._held_by_several(stages_of) - written  # these may begin with anything
-            check_initial(communicator, {n: job.states[n] for n in names if n in several})
+        saved = self._load_states(cuts, written, stored)
         self._mover = mover_of(plan, communicator.rank, device.torch_device, offload_directory())
-        has_backward_ranks = any(stage.backward_ranks for stage in plan.stages)
-        own = communicator.Dup() if has_backward_ranks else communicator  # MPI has few thousand
-        wire = Wire(own, device, self._progress)
-        self.stages = {
-            i: self._stage(i, cuts, wire) for i in plan.stages_of_rank(communicator.rank)
-        }
-        for stage in self.stages.values():
-            if plan.reproducible:
-                stage.reproduce(written)
-            if splits_backwards(plan):
-                stage.split_backwards()
-            if job.spec.training.compile:
-                stage.compile(job.spec.training.compile)
+        self.stages = self._build_stages(cuts, written)
         board.phase("connecting to the other ranks")
         barrier(communicator)  # ranks that made more weights arrive later; MPI would spin
         cut = cuts[True, self._division.planned]
@@ -103,32 +84,11 @@ class Setup:
         self.replicas = Replicas(communicator, plan, self.stages, device, self._progress, written)
         is_mine = self.replicas.sharded
         self.saved = {n: t for n, t in job.states.items() if is_mine.get(n, n in saved)}
-        planned = channels(plan)
-        lanes = [Lane(c.kind, c.source_stage, c.target_stage) for c in planned]
-        missing = set(cut.lanes) - set(lanes)
-        if missing:
-            raise MismatchError(
-                f"plan.json lacks a message that the model needs: {sorted(missing)[0]}",
-                hint="profile and plan the job again",
-            )
-        add_lanes(cut, job.states, lanes)
+        add_lanes(cut, job.states, self._planned_lanes(cut))
         self._checks = broadcast(communicator, CHECK_VARIABLE in os.environ)
         self.training = self._engine(cut, cuts)
         self.batches = Batches(communicator, job, plan, self.stages, cut, once=once)
-        self.evaluator: Evaluator | None = None
-        if job.evaluation_loader is not None:
-            engine = self._engine(cuts[False, self._division.evaluation_sizes[0]], cuts)
-            first_ranks = [stage.ranks[0] for stage in plan.stages]
-            writes = _written_buffers(cuts, training=False)
-            self.evaluator = Evaluator(
-                communicator,
-                job,
-                self._division,
-                engine,
-                first_ranks,
-                writes,
-                self.batches.reader,
-            )
+        self.evaluator = None if job.evaluation_loader is None else self._make_evaluator(cuts)
         updated = self.updated_stages.values()
         self.shared_gradients = SharedGradients(
             Wire(communicator.Dup(), device, self._progress),
@@ -172,6 +132,77 @@ class Setup:
         """The stages whose backwards run on this rank, by index."""
         me, plan = self.communicator.rank, self.plan.stages
         return {i: stage for i, stage in self.stages.items() if me in plan[i].updating_ranks}
+
+    def _load_states(
+        self, cuts: Mapping[Key, Cut], written: Container[str], stored: Stored | None
+    ) -> set[str]:
+        """Make the parameters and buffers that this rank holds, and restore them. Collective.
+
+        Args:
+            written: full names of the buffers that forwards write.
+
+        Returns:
+            Those that this rank saves, unless they are sharded.
+
+        Raises:
+            MismatchError: states that several ranks hold begin with other values on some.
+        """
+        job, stages_of = self.job, _stages_of_states(cuts)
+        saved, held = self._saved_and_held(stages_of)
+        job.materialize(held)
+        if stored is not None:
+            stored.restore_states({name: job.states[name] for name in held})
+            return saved
+        several = self._held_by_several(stages_of)
+        compared = [n for n in held if n in several and n not in written]
+        check_initial(self.communicator, {name: job.states[name] for name in compared})
+        return saved
+
+    def _build_stages(self, cuts: Mapping[Key, Cut], written: Container[str]) -> dict[int, Stage]:
+        """The stages of this rank by index, and what the plan changes in their code.
+
+        Args:
+            written: full names of the buffers that forwards write.
+        """
+        plan, own = self.plan, self.communicator
+        if any(stage.backward_ranks for stage in plan.stages):
+            own = own.Dup()  # not for all plans: MPI has few thousand
+        wire = Wire(own, self.device, self._progress)
+        stages = {i: self._stage(i, cuts, wire) for i in plan.stages_of_rank(own.rank)}
+        compiles = self.job.spec.training.compile
+        for stage in stages.values():
+            if plan.reproducible:
+                stage.reproduce(written)
+            if splits_backwards(plan):
+                stage.split_backwards()
+            if compiles:
+                stage.compile(compiles)
+        return stages
+
+    def _planned_lanes(self, cut: Cut) -> list[Lane]:
+        """The lanes of the plan's channels, each as often as it has channels.
+
+        Raises:
+            MismatchError: the model needs another one.
+        """
+        lanes = [Lane(c.kind, c.source_stage, c.target_stage) for c in channels(self.plan)]
+        if missing := set(cut.lanes) - set(lanes):
+            raise MismatchError(
+                f"plan.json lacks a message that the model needs: {sorted(missing)[0]}",
+                hint="profile and plan the job again",
+            )
+        return lanes
+
+    def _make_evaluator(self, cuts: Mapping[Key, Cut]) -> Evaluator:
+        return Evaluator(
+            self.communicator,
+            self.job,
+            self._division,
+            self._engine(cuts[False, self._division.evaluation_sizes[0]], cuts),
+            [stage.ranks[0] for stage in self.plan.stages],
+            _written_buffers(cuts, training=False),
+            self.batches.reader,
+        )
 
     def _stage(self, index: int, cuts: Mapping[Key, Cut], wire: Wire) -> Stage:
         stage, rank = self.plan.stages[index], self.communicator.rank
@@ -226,7 +257,9 @@ class Setup:
                     ranks_of.setdefault(name, set()).update(stage.ranks, stage.updating_ranks)
         return {name for name, ranks in ranks_of.items() if len(ranks) > 1}
 
-    def _places(self, stages_of: Mapping[str, Collection[int]]) -> tuple[set[str], list[str]]:
+    def _saved_and_held(
+        self, stages_of: Mapping[str, Collection[int]]
+    ) -> tuple[set[str], list[str]]:
         """The states that this rank saves unless they are sharded, and those that it holds.
 
         Parameters are saved on the rank that updates them, buffers on the rank whose forwards write

@@ -63,8 +63,6 @@ class Telemetry:
         stages: of this rank.
         messages: how they are sent.
         loss_ranks: ranks that compute the loss, or parts of it.
-
-    Attributes:
         tell: called with every line of the metrics; on rank 0.
         look: called with every step and the ranks in it; on rank 0.
     """
@@ -77,10 +75,11 @@ class Telemetry:
         stages: tuple[int, ...],
         messages: Mapping[str, str] | None = None,
         loss_ranks: Sequence[int] = (0,),
+        tell: Callable[[dict[str, Any]], object] = lambda _: None,
+        look: Callable[[int, Sequence[RankBeat]], object] = lambda *_: None,
     ) -> None:
         self._messages = messages or {}
-        self.tell: Callable[[dict[str, Any]], object] | None = None
-        self.look: Callable[[int, Sequence[RankBeat]], object] | None = None
+        self._tell, self._look = tell, look
         self._loss_ranks = loss_ranks
         self._communicator = communicator
         self._start = start
@@ -176,7 +175,7 @@ class Telemetry:
             self._take_in()
             return not (self._reports.is_sending or self._reports.incomplete)
 
-        poll(is_over, lambda _: False)
+        poll(is_over)
         barrier(self._communicator)
         self._append()
         self.begin(phase)
@@ -187,8 +186,7 @@ class Telemetry:
             self._ranks = [report.beat for _, report in sorted(reports.items())]
             line = self._metrics(step, reports)
             self._append(line)
-            if self.look is not None:
-                self.look(step, self._ranks)
+            self._look(step, self._ranks)
             now = time.monotonic()
             if now - self._said_at >= _SAY_S or step == self._steps:
                 self._said_at = now
@@ -230,9 +228,8 @@ class Telemetry:
             return
         sound = [_finite(line) for line in lines]
         self._lines.add(map(json.dumps, sound))
-        if self.tell is not None:
-            for line in sound:
-                self.tell(line)
+        for line in sound:
+            self._tell(line)
 
     def _beat(self, *, force: bool = False) -> None:
         now = time.time()

@@ -197,7 +197,7 @@ class Tracing:
                 self._start_writing()
             return not (self._tables.is_sending or self._tables.incomplete or self._writing)
 
-        poll(is_over, lambda _: False)
+        poll(is_over)
         self._writer.shutdown()
 
     def _start_writing(self) -> None:

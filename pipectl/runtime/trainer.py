@@ -62,6 +62,7 @@ class Trainer:
         self._spec = setup.job.spec
         self._start = start
         self._rank = setup.communicator.rank
+        self._rebalancing = rebalancing
         steps = self._spec.training.steps
         self._telemetry = Telemetry(
             setup.communicator.Dup(),
@@ -70,19 +71,13 @@ class Trainer:
             tuple(setup.stages),
             messages,
             setup.plan.stages[setup.training.cut.loss_stage].ranks,
+            tell or (lambda _: None),
+            (lambda *_: None) if rebalancing is None else rebalancing.look,
         )
-        self._telemetry.tell = tell
-        self._rebalancing = rebalancing
-        if rebalancing is not None:
-            self._telemetry.look = rebalancing.look
         rows = len(lower(setup.plan, self._rank))
         self._tracing = Tracing(setup.communicator, start.run, self._spec.trace, steps, rows)
         setup.board.phase("making the optimizer")
-        moves = (lambda: False) if rebalancing is None else (lambda: rebalancing.found is not None)
-        request = StopRequest(start.stop_request, moves)
-        self._step_end = StepEnd(setup, request, self._telemetry.fault, self._finish_saving)
-        if self._step_end.looks:
-            setup.training.on_results = self._step_end.origins.note
+        self._step_end = self._make_step_end()
         evaluation = self._spec.evaluation
         early_stopping = None if evaluation is None else evaluation.early_stopping
         keeps_best = self._spec.keeps_best
@@ -95,15 +90,7 @@ class Trainer:
         tied = setup.job.tied.items()
         named = [(plain_name(n), plain_name(first)) for n, first in tied if n in self._persistent]
         self._aliases = {n: first for n, first in named if n is not None and first is not None}
-        checkpoint = self._spec.checkpoint
-        self._saver = Saver(
-            setup.communicator.Dup(),
-            start.run.checkpoints,
-            Keep(checkpoint.keep, checkpoint.keep_every, keeps_best),
-            start.number,
-            warn,
-            self._telemetry.has_written,
-        )
+        self._saver = self._make_saver()
         kind = AsynchronousSteps if is_unflushed(setup.plan) else SynchronousSteps
         self._steps: Steps = kind(
             setup.plan,
@@ -120,6 +107,26 @@ class Trainer:
         self._unevaluated = False
         if stored is not None:
             self._restore(stored)
+
+    def _make_step_end(self) -> StepEnd:
+        moving = self._rebalancing
+        moves = (lambda: False) if moving is None else (lambda: moving.found is not None)
+        request = StopRequest(self._start.stop_request, moves)
+        step_end = StepEnd(self._setup, request, self._telemetry.fault, self._finish_saving)
+        if step_end.looks:
+            self._setup.training.on_results = step_end.origins.note
+        return step_end
+
+    def _make_saver(self) -> Saver:
+        checkpoint = self._spec.checkpoint
+        return Saver(
+            self._setup.communicator.Dup(),
+            self._start.run.checkpoints,
+            Keep(checkpoint.keep, checkpoint.keep_every, self._spec.keeps_best),
+            self._start.number,
+            warn,
+            self._telemetry.has_written,
+        )
 
     def train(self) -> bool:
         """Run all steps, evaluations and checkpoints.

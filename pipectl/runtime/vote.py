@@ -301,7 +301,7 @@ class Vote:
         elif not result.is_mine:  # let messages move for a moment, unless all ranks wait here
             until = time.monotonic() + _PATIENCE_S
             others = self._communicator.Ibarrier()
-            poll(lambda: bool(others.Test()) or time.monotonic() > until, lambda _: False)
+            poll(lambda: bool(others.Test()) or time.monotonic() > until)
         if result.is_mine or not together:
             assert result.fault is not None
             where = result.fault.cause

@@ -178,14 +178,15 @@ def interrupted(look: Callable[[], None]) -> Iterator[None]:
         _waited.tell(False)  # a wait that was ended has not said so
 
 
-def poll(done: Callable[[], bool], worked: Callable[[float], bool]) -> None:
+def poll(done: Callable[[], bool], worked: Callable[[float], bool] = lambda _: False) -> None:
     """Call ``done`` until it returns True, without pauses at first and while it moves data.
 
     So a short wait has no latency, and a long one leaves the core to a rank that computes, if there
     is one; :func:`choose_spin` decides when pauses begin.
 
     Args:
-        worked: whether a call with this many seconds of processor time moved data.
+        worked: whether a call with this many seconds of processor time moved data; by default, none
+            does.
     """
     start = time.perf_counter()
     spin_until, long_from = start + _waited.spin_s, start + _FIRST_SPIN_S

@@ -128,13 +128,7 @@ def _train(
     choose_spin(communicator, node_name())
     local_rank = next(ranks.index(rank) for ranks in nodes if rank in ranks)
     device = _device(communicator, spec, plan, local_rank)
-    board.phase("building the model and the data")
-    job = CapturedJob(spec)
-    board.phase("capturing the model")
-    check_graph(communicator, job, plan, profile)
-    digests = check_data(communicator, job, profile)
-    if rank == 0:
-        _compare_samples(directory, job, profile, digests, begins=stored is None)
+    job = _capture(directory, communicator, board, spec, plan, profile, begins=stored is None)
     if rank == 0 and (fault := misplaced(nodes, plan.node_of_rank)):
         warn(fault)
     board.phase("choosing how messages travel")
@@ -174,6 +168,31 @@ def _train(
             assert stored is not None
             other = plan if rebalancing is None else rebalancing.adopt(stored.manifest.step)
             plan = broadcast(communicator, other)
+
+
+def _capture(
+    directory: RunDirectory,
+    communicator: MPI.Comm,
+    board: Board,
+    spec: JobSpec,
+    plan: Plan,
+    profile: Profile,
+    *,
+    begins: bool,
+) -> CapturedJob:
+    """The job, captured on this rank and compared with those of the other ranks. Collective.
+
+    Args:
+        begins: whether the training begins, and does not go on.
+    """
+    board.phase("building the model and the data")
+    job = CapturedJob(spec)
+    board.phase("capturing the model")
+    check_graph(communicator, job, plan, profile)
+    digests = check_data(communicator, job, profile)
+    if communicator.rank == 0:
+        _compare_samples(directory, job, profile, digests, begins=begins)
+    return job
 
 
 def _check_updates(job: CapturedJob, plan: Plan, device: Device, *, warns: bool) -> None:

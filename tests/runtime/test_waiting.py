@@ -18,7 +18,7 @@ def usual(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_long_wait_is_told_whether_or_not_data_moves_and_a_short_one_is_not() -> None:
     told: list[bool] = []
     tell_of_waits(told.append)
-    poll(lambda: True, lambda _: False)
+    poll(lambda: True)
     assert told == []
     for works in (False, True):
         poll(lambda: told[-1:] == [True], lambda _, works=works: works)
@@ -58,5 +58,5 @@ def test_a_rank_spins_as_long_as_its_cores_allow(monkeypatch, node, mine, others
         now[0] += 1e-6
         return looked[0] == 2000
 
-    poll(done, lambda _: False)
+    poll(done)
     assert (pauses[0] if pauses else None) == pytest.approx(looks, abs=3)

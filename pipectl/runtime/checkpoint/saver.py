@@ -133,7 +133,7 @@ class Saver:
                 {r: size for r, (size, is_copy) in enumerate(everyone) if not is_copy}
             )
         if not snapshot.is_copy:
-            poll(written.done, lambda _: False)
+            poll(written.done)
 
     def _warn_of_waiting(self, uncopied: Mapping[int, int]) -> None:
         """Warn once if training waits for ranks, given the bytes of those that save no copy."""
@@ -200,7 +200,7 @@ class Saver:
             self.poll()
             return self._save is None
 
-        poll(is_idle, lambda _: False)
+        poll(is_idle)
         barrier(self._communicator)
 
     def _lacking(self, size_bytes: int) -> str:
