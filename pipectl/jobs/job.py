@@ -86,7 +86,7 @@ class Job:
         plans: of a job with a range of nodes, by number of nodes; ``plan`` is one of them, and
             ``cluster`` has all nodes.
         plans_in_job: whether the job profiles and plans in its allocation before it trains.
-        is_profiled_now: whether the profile was measured, or found in the cache, by this process.
+        has_new_profile: whether the profile was measured, or found in the cache, by this process.
         rehearsal: None unless the job rehearses its plan.
         code: the user's code that it runs; None to read it at submission.
         keeps_code: whether the run gets copies of the code, and a record of the environment.
@@ -103,7 +103,7 @@ class Job:
     plan: Plan | None = None
     plans: Mapping[int, Plan] = field(default_factory=dict)
     plans_in_job: bool = False
-    is_profiled_now: bool = False
+    has_new_profile: bool = False
     rehearsal: Rehearsal | None = None
     code: Code | None = None
     keeps_code: bool = True

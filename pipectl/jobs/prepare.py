@@ -141,7 +141,7 @@ def _add_profiles(
                     )
             profiles[key] = profile, is_new
         profile, is_new = profiles[key]
-        profiled.append(replace(job, profile=profile, is_profiled_now=is_new))
+        profiled.append(replace(job, profile=profile, has_new_profile=is_new))
     return profiled
 
 

@@ -44,7 +44,7 @@ from pipectl.units import printable
 _MAX_WORDS = 500
 _PRIVATE = 0o600
 """Mode of files that may contain keys and tokens."""
-Environment = tuple[Repository | None, str]
+KeptEnvironment = tuple[Repository | None, str]
 """The repository of user code, and the text of ``environment.txt``."""
 
 
@@ -242,7 +242,7 @@ def hand_over(
     warning = "" if edited else limits_warning(submissions[0].request, scheduler.name)
     # By the identity of the plan. Runs without one share None, which copies nothing.
     first_runs: dict[int, RunDirectory] = {}
-    environments: dict[Path | None, Environment] = {}
+    environments: dict[Path | None, KeptEnvironment] = {}
     for submission in submissions:
         text = scheduler.render(submission.request)
         if edited is not None:
@@ -308,7 +308,7 @@ def _write_files(
     submission: Submission,
     script: str,
     first_run: RunDirectory,
-    environments: dict[Path | None, Environment],
+    environments: dict[Path | None, KeptEnvironment],
 ) -> None:
     """Write the files of a run, the record last.
 
@@ -361,7 +361,7 @@ def _write_plan_files(run: RunDirectory, job: Job, first_run: RunDirectory) -> N
         write_plan(run, plan, cluster)
 
 
-def _keep_code(submission: Submission, environments: dict[Path | None, Environment]) -> None:
+def _keep_code(submission: Submission, environments: dict[Path | None, KeptEnvironment]) -> None:
     """Write the code that a run keeps, and the environment unless it goes on with earlier code."""
     run, job = submission.run, submission.job
     code = job.code or Code.of(job.spec)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from pipectl.capture import CapturedJob
 from pipectl.errors import CaptureError
-from pipectl.runtime.metrics import is_stateful
+from pipectl.runtime.evaluation_metrics import is_stateful
 from pipectl.torch_api import pytree
 
 _MAX_SAMPLES = 16

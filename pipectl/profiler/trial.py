@@ -22,7 +22,7 @@ from pipectl.capture.shares import target_weight
 from pipectl.capture.stage import uses_of_parameter
 from pipectl.errors import CaptureError, WorkerError
 from pipectl.runtime.callbacks import import_callbacks
-from pipectl.runtime.metrics import Metrics
+from pipectl.runtime.evaluation_metrics import Metrics
 from pipectl.runtime.unflushed import refuse
 from pipectl.runtime.update_trials import refuse_own_memory
 from pipectl.schedule import SCHEDULES

@@ -77,22 +77,26 @@ class BestCheckpoint(NamedTuple):
     missed: Best | None
 
 
-def best_evaluation(directory: Path, until: int | None = None) -> Best | None:
+def best_evaluation(directory: Path) -> Best | None:
     """Return the best evaluation up to the newest checkpoint; None without one.
 
     Args:
         directory: of the checkpoints.
-        until: step of the last checkpoint that counts.
     """
-    return _newest(_up_to(directory, until))
+    return _newest(checkpoints(directory))
 
 
 def best_checkpoint(directory: Path, until: int | None = None) -> BestCheckpoint | None:
     """Return the best checkpoint; None if no evaluation was compared, or none of these is there.
 
-    Damaged manifests are passed over. See :func:`best_evaluation`.
+    Damaged manifests are passed over.
+
+    Args:
+        directory: of the checkpoints.
+        until: step of the last checkpoint that counts.
     """
-    paths = _up_to(directory, until)
+    every = checkpoints(directory)
+    paths = [path for path in every if until is None or (step_of(path) or 0) <= until]
     newest = _newest(paths)
     if newest is None:
         return None
@@ -108,11 +112,6 @@ def best_checkpoint(directory: Path, until: int | None = None) -> BestCheckpoint
 def _newest(paths: Sequence[Path]) -> Best | None:
     found = (_read(path) for path in paths)
     return next((manifest.best for manifest in found if manifest is not None), None)
-
-
-def _up_to(directory: Path, until: int | None) -> Sequence[Path]:
-    every = checkpoints(directory)
-    return [path for path in every if until is None or (step_of(path) or 0) <= until]
 
 
 @dataclass(frozen=True)

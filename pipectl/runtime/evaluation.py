@@ -15,9 +15,9 @@ from pipectl.capture.slices import Span
 from pipectl.errors import WorkerError
 from pipectl.runtime.division import Division
 from pipectl.runtime.engine import Engine
+from pipectl.runtime.evaluation_metrics import Metrics
 from pipectl.runtime.feed import Demand, Feed, wants
 from pipectl.runtime.layout import Tensors
-from pipectl.runtime.metrics import Metrics
 from pipectl.runtime.rank_process import say
 from pipectl.runtime.step import Batch, Step, StepRun
 from pipectl.runtime.waiting import broadcast, gather_all

@@ -1,4 +1,4 @@
-"""The nodes of a job, and checks of them and of the plan before torch is imported."""
+"""The nodes of a job, and checks of them and of the plan; it imports neither torch nor MPI."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pipectl.plan import Plan, Replication
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from pipectl.schedule.combinations import Clash
     from pipectl.spec import JobSpec
 
 _Node = TypeVar("_Node")
@@ -66,9 +67,7 @@ def check_supported(plan: Plan, file: str = "plan.json", spec: JobSpec | None = 
     Raises:
         MismatchError: naming the file and what it asks for.
     """
-    from pipectl.schedule.combinations import clashes_of_plan  # loads all schedules
-
-    for clash in clashes_of_plan(plan):
+    for clash in _clashes(plan):
         raise MismatchError(
             f"{file}: the plan has {clash.pair(plan.schedule)}; it can be simulated, but not run",
             hint=f"{clash.hint()}; and plan the job again",
@@ -113,6 +112,10 @@ def _check_reproducible(plan: Plan, spec: JobSpec, file: str) -> None:
 
 def unsupported(plan: Plan) -> list[str]:
     """The features of the plan that cannot be run, in words; empty if there are none."""
+    return [clash.pair(plan.schedule) for clash in _clashes(plan)]
+
+
+def _clashes(plan: Plan) -> Iterable[Clash]:
     from pipectl.schedule.combinations import clashes_of_plan  # loads all schedules
 
-    return [clash.pair(plan.schedule) for clash in clashes_of_plan(plan)]
+    return clashes_of_plan(plan)

@@ -103,7 +103,7 @@ class Trainer:
         )
         self._alarm = Alarm(setup.communicator.Dup())
         self._stopped = self._moves = False
-        self._steps_done = self._saved_step = 0
+        self._steps_done = self._save_begun_after = 0
         self._unevaluated = False
         if stored is not None:
             self._restore(stored)
@@ -185,7 +185,7 @@ class Trainer:
             if (early or answer == STOP) and step < count:
                 self._stopped = answer == STOP
                 self._step_end.settle()
-                if self._saved_step != step:
+                if self._save_begun_after != step:
                     setup.replicas.check_weights(step)
                     self._save(step)
                 return
@@ -197,7 +197,7 @@ class Trainer:
         Returns:
             Whether it was saved.
         """
-        if self._saved_step != step:
+        if self._save_begun_after != step:
             self._setup.replicas.check_weights(step)
             self._save(step)
         is_saved = self._saver.wait_saved()
@@ -278,7 +278,7 @@ class Trainer:
 
     def _save_unevaluated(self, step: int, error: Exception) -> None:
         """Save the state before an evaluation that has failed, and add to the error that it is."""
-        if self._saved_step != step:
+        if self._save_begun_after != step:
             self._save(step, unevaluated=True)
         try:
             self._saver.finish()
@@ -326,7 +326,7 @@ class Trainer:
         self._early_stopping.restore(manifest.metric_values, manifest.best)
         if scale is not None and manifest.loss_scale is not None:
             scale.restore(manifest.loss_scale)
-        self._steps_done = self._saved_step = manifest.step
+        self._steps_done = self._save_begun_after = manifest.step
         self._unevaluated = manifest.unevaluated
         self._telemetry.restore(self._steps_done)
 
@@ -337,7 +337,7 @@ class Trainer:
             unevaluated: whether an evaluation is due that has not been made.
         """
         self._begin("saving")
-        self._saved_step = step
+        self._save_begun_after = step
         step_end, setup = self._step_end, self._setup
         updater = step_end.updater
         with setup.device.copying() as leave_out:

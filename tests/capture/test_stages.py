@@ -35,7 +35,7 @@ from pipectl.errors import CaptureError, MismatchError
 from pipectl.lanes import Lane, TransferKind
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.evaluation import outputs_of
-from pipectl.runtime.metrics import Metrics
+from pipectl.runtime.evaluation_metrics import Metrics
 from pipectl.runtime.offload import Mover
 from pipectl.runtime.saved_tensors import SavedTensors
 from pipectl.runtime.segment import MicroBatch

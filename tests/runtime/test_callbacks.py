@@ -15,7 +15,7 @@ import torch
 from pipectl.errors import CaptureError
 from pipectl.runs import RunDirectory
 from pipectl.runtime.callbacks import Callbacks
-from pipectl.runtime.metrics import Metrics
+from pipectl.runtime.evaluation_metrics import Metrics
 from pipectl.spec import JobSpec
 
 CODE = """

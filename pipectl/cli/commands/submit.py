@@ -263,7 +263,7 @@ def _submit_and_follow(
     began = time.time()
     with profiling_progress() as progress:
         jobs = prepare(spec, scheduler, progress, points=points, profile=profile)
-    if jobs[0].is_profiled_now and not points and jobs[0].profile is not None:
+    if jobs[0].has_new_profile and not points and jobs[0].profile is not None:
         note_origin(jobs[0].profile, began, "use `pipectl profile --again` to measure again")
     print_notes(jobs)
     profiled = [(each.spec, each.profile) for each in jobs if each.profile is not None]

@@ -109,12 +109,12 @@ def time_by_size(
     return table
 
 
-def _send(communicator: MPI.Comm, buffer: Array, rank: int, tag: int = 0) -> MPI.Request:
-    return communicator.Isend([buffer.view(np.uint8), MPI.BYTE], rank, tag)
+def _send(communicator: MPI.Comm, buffer: Array, rank: int) -> MPI.Request:
+    return communicator.Isend([buffer.view(np.uint8), MPI.BYTE], rank)
 
 
-def _receive(communicator: MPI.Comm, buffer: Array, rank: int, tag: int = 0) -> MPI.Request:
-    return communicator.Irecv([buffer.view(np.uint8), MPI.BYTE], rank, tag)
+def _receive(communicator: MPI.Comm, buffer: Array, rank: int) -> MPI.Request:
+    return communicator.Irecv([buffer.view(np.uint8), MPI.BYTE], rank)
 
 
 def measure_link(communicator: MPI.Comm, pairs: Sequence[tuple[int, int]], share_s: float) -> Link:

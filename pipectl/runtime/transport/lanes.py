@@ -90,19 +90,19 @@ class Posted:
 
     Args:
         shape: of the micro-batch.
-        places: None while they are unknown, in which case the receive is not posted.
-        transfers: of the places that have a tensor, in order.
+        layouts: None while they are unknown, in which case the receive is not posted.
+        transfers: of the slots that have a tensor, in order.
     """
 
     micro_batch: int
     shape: Shape
-    places: Sequence[SlotLayout] | None = None
+    layouts: Sequence[SlotLayout] | None = None
     transfers: Sequence[Transfer] = ()
     note: Note | None = None
 
     @property
     def buffers(self) -> list[Tensor]:
-        """The memory that MPI reads or writes, of the places that have a tensor."""
+        """The memory that MPI reads or writes, of the slots that have a tensor."""
         return [transfer.buffer for transfer in self.transfers]
 
 
@@ -121,7 +121,7 @@ class Line:
         self._rank, self._check = rank, check
         self._tag, self._header_tag, self._note_tag = range(tag, tag + _TAGS)
         # By the shape of the micro-batch.
-        self._places: dict[Shape, Sequence[SlotLayout]] = {}
+        self._layouts: dict[Shape, Sequence[SlotLayout]] = {}
         # Receives in the order in which they started.
         self._unposted: deque[Posted] = deque()
         self._without_note: deque[Posted] = deque()
@@ -134,21 +134,21 @@ class Line:
         Raises:
             WorkerError: a tensor has another type or shape than in earlier messages.
         """
-        places = self._places.get(shape)
-        if places is None:
+        layouts = self._layouts.get(shape)
+        if layouts is None:
             known = [tensors.get(slot) for slot in self._slots]
-            layouts = [None if tensor is None else Layout.of(tensor) for tensor in known]
-            self._wire.send_object(layouts, self._rank, self._header_tag)
-            places = self._places[shape] = self._places_of(layouts)
+            own = [None if tensor is None else Layout.of(tensor) for tensor in known]
+            self._wire.send_object(own, self._rank, self._header_tag)
+            layouts = self._layouts[shape] = self._layouts_of(own)
         send, rank, tag = self._wire.send, self._rank, self._tag
         transfers: list[Transfer] = []
         vectors: list[Tensor] = []
-        for place in places:
-            vector = self._flat(place, tensors.get(place.slot))
+        for each in layouts:
+            vector = self._flat(each, tensors.get(each.slot))
             if vector is not None:
                 vectors.append(vector)
                 transfers.append(send(vector, rank, tag))
-        posted = Posted(micro_batch, shape, places, transfers)
+        posted = Posted(micro_batch, shape, layouts, transfers)
         if self._check:
             # Describes the tensors, not the buffers: copies to the buffers may still be under way.
             posted.note = self._note(posted, vectors)
@@ -176,9 +176,9 @@ class Line:
 
         Buffers of unknown layouts are posted once the layouts are known.
         """
-        places = None if self._unposted else self._places.get(shape)
-        posted = Posted(micro_batch, shape, places, () if places is None else self._post(places))
-        if places is None:
+        layouts = None if self._unposted else self._layouts.get(shape)
+        posted = Posted(micro_batch, shape, layouts, () if layouts is None else self._post(layouts))
+        if layouts is None:
             self._unposted.append(posted)
         if self._check:
             self._without_note.append(posted)
@@ -190,21 +190,21 @@ class Line:
         Raises:
             WorkerError: messages are checked, and this one differs from what its sender sent.
         """
-        while posted.places is None:
-            layouts = self._wire.receive_object(self._rank, self._header_tag)
-            if len(layouts) != len(self._slots):
+        while posted.layouts is None:
+            sent = self._wire.receive_object(self._rank, self._header_tag)
+            if len(sent) != len(self._slots):
                 raise WorkerError(
-                    f"the {self._lane.kind} {self._way} has {len(layouts)} tensors there and "
+                    f"the {self._lane.kind} {self._way} has {len(sent)} tensors there and "
                     f"{len(self._slots)} here",
                     hint="the two ranks run different programs: make sure that all nodes have the "
                     "same versions and files",
                 )
-            self._places[self._unposted[0].shape] = self._places_of(layouts)
+            self._layouts[self._unposted[0].shape] = self._layouts_of(sent)
             # Post receives up to the first with unknown layouts.
             waiting = self._unposted
-            while waiting and (places := self._places.get(waiting[0].shape)) is not None:
+            while waiting and (layouts := self._layouts.get(waiting[0].shape)) is not None:
                 first = waiting.popleft()
-                first.places, first.transfers = places, self._post(places)
+                first.layouts, first.transfers = layouts, self._post(layouts)
         if self._check:  # a receive of a message that is too short might never complete
             self._compare(posted)
         self._wire.wait(posted.transfers)
@@ -212,7 +212,7 @@ class Line:
             self._compare(posted, posted.buffers)
         transfers = iter(posted.transfers)
         tensors: Tensors = {}
-        for slot, layout, _ in posted.places:
+        for slot, layout, _ in posted.layouts:
             if layout is None:
                 tensors[slot] = None
                 continue
@@ -225,17 +225,17 @@ class Line:
         lane, me = self._lane, self._wire.rank
         return f"from stage {lane.source} (rank {self._rank}) to stage {lane.target} (rank {me})"
 
-    def _places_of(self, layouts: Sequence[Layout | None]) -> list[SlotLayout]:
+    def _layouts_of(self, of_tensors: Sequence[Layout | None]) -> list[SlotLayout]:
         return [
             SlotLayout(slot, layout, partial(self._name, slot))
-            for slot, layout in zip(self._slots, layouts, strict=True)
+            for slot, layout in zip(self._slots, of_tensors, strict=True)
         ]
 
-    def _post(self, places: Sequence[SlotLayout]) -> list[Transfer]:
+    def _post(self, layouts: Sequence[SlotLayout]) -> list[Transfer]:
         """Start receiving the tensors of a message."""
         receive, rank, tag = self._wire.receive, self._rank, self._tag
         transfers: list[Transfer] = []
-        for _, layout, name in places:
+        for _, layout, name in layouts:
             if layout is not None:
                 transfers.append(receive(layout.message_sizes, layout.dtype, rank, tag, name))
         return transfers
@@ -244,12 +244,12 @@ class Line:
         """This side's description of a message; for a receive, what it expects.
 
         Args:
-            buffers: of the places that have a tensor; none if they have not arrived.
+            buffers: of the slots that have a tensor; none if they have not arrived.
         """
         checksums = map(checksum, buffers)
         tensors: list[tuple[str, str, int | None]] = []
-        for place in posted.places or ():
-            value, layout = place.slot.value, place.layout
+        for each in posted.layouts or ():
+            value, layout = each.slot.value, each.layout
             if layout is None:
                 tensors.append((value, f"nothing for {value!r}", None))
             else:
@@ -274,9 +274,9 @@ class Line:
                 "see docs/troubleshooting.md",
             )
 
-    def _flat(self, place: SlotLayout, tensor: Tensor | None) -> Tensor | None:
+    def _flat(self, each: SlotLayout, tensor: Tensor | None) -> Tensor | None:
         """A tensor in the form in which it is sent; None if the slot never has one."""
-        layout = place.layout
+        layout = each.layout
         if (
             tensor is not None
             and layout is not None
@@ -292,7 +292,7 @@ class Line:
         if tensor is not None or layout is not None:
             lane, is_now = self._lane, None if tensor is None else Layout.of(tensor)
             raise WorkerError(
-                f"the {lane.kind} of {place.slot.value!r} from stage {lane.source} "
+                f"the {lane.kind} of {each.slot.value!r} from stage {lane.source} "
                 f"to {lane.target} should be {layout or 'nothing'}, but is {is_now or 'nothing'}",
                 hint="a model where shapes, or which tensors have a gradient, depend on the data "
                 "cannot be split here",

@@ -216,8 +216,8 @@ def converse(transport: Transport, random_: Random) -> None:
         if is_known and random_.random() < 0.5:
             given |= {slot: given[slot].contiguous().clone() for slot in map(Slot, ELSEWHERE)}
         receiving = incoming.start_receive(micro_batch, size)
-        all_have_places = None not in [each.places for each in received]
-        assert (receiving.places is not None) is (is_known and all_have_places)
+        all_have_layouts = None not in [each.layouts for each in received]
+        assert (receiving.layouts is not None) is (is_known and all_have_layouts)
         received.append(receiving)
         under_way.append((micro_batch, receiving, outgoing.start_send(micro_batch, size, given)))
         random_.shuffle(under_way)
@@ -297,7 +297,7 @@ def send_wrong(line: Line, case: Wrong) -> Any:
     """The first message announces the size; before the second, it changes on one side."""
     line.finish_send(line.start_send(0, 2, {A: torch.zeros(case.expected)}))
     tensor = torch.ones(case.sent, dtype=case.dtype)
-    line._places[2] = line._places_of([Layout.of(tensor)])
+    line._layouts[2] = line._layouts_of([Layout.of(tensor)])
     sent = line.start_send(7 if case.damage == "micro-batch" else 1, 2, {A: tensor})
     if case.damage == "write":
         tensor[0] = 5.0
