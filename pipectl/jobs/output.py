@@ -163,10 +163,9 @@ def read_profile(spec: JobSpec, path: Path) -> Profile | None:
 
 
 def complete_cluster(spec: JobSpec, profile: Profile, cluster: Cluster) -> tuple[Profile, Cluster]:
-    """Complete a cluster by a profile's times of rows and memory, and by the peak of common
-    accelerators.
-
-    If all times of rows are known, the profile no longer says that they are assumed.
+    """Complete a profile and a cluster by each other: the cluster gets the times of rows and the
+    memory of the profile, and the peak of common accelerators; a profile whose times of rows are
+    all known then no longer says that they are assumed.
     """
     cluster = cluster.with_rows(profile.rows).with_figures(*_figures_of_rank(spec, profile))
     if all(node.device.rows is not None for node in cluster.nodes):

@@ -62,7 +62,7 @@ from pipectl.runtime.step import Arrived, Step, StepRun, lane_of
 from pipectl.runtime.transport import Transport
 from pipectl.runtime.work_clock import WorkClock
 from pipectl.schedule import Actions, Channel, Kind
-from pipectl.watch.board import Board, action_record, wait_record
+from pipectl.watch.board import Board, row_record, wait_record
 
 _HALVES = (TransferKind.SAVED, TransferKind.WEIGHT)
 """Messages between the two ranks of a stage, which takes them itself."""
@@ -307,7 +307,7 @@ class Engine:
             if form not in bound:
                 execute = self._bind_form(step.channels, form)
                 bound[form] = self._timed(execute) if computes else execute
-            activity = action_record(name if number < 0 else f"{name} micro-batch {number}", stage)
+            activity = row_record(name, stage, number)
             micro_batch = MicroBatch(number, span, age=age)
             program.append(Row(bound[form], micro_batch, activity, wait, computes))
         return program[::-1]

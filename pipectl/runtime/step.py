@@ -36,7 +36,7 @@ from pipectl.schedule import (
 from pipectl.torch_api import pytree
 
 Batch = tuple[Any, Any]
-Key = tuple[bool, int, int]
+ArrivalKey = tuple[bool, int, int]
 """Key of received values: whether they are gradients, stage, micro-batch."""
 
 
@@ -209,7 +209,7 @@ class StepRun:
     loads_for_others: bool = False
     recording: Recording | None = None
     per_step: int | None = None
-    inbox: dict[Key, list[Arrived]] = field(default_factory=dict)
+    inbox: dict[ArrivalKey, list[Arrived]] = field(default_factory=dict)
     outbox: tuple[int, Tensors] = (0, {})
     sends: dict[tuple[int, int], Posted] = field(default_factory=dict)
     receives: dict[tuple[int, int], Posted] = field(default_factory=dict)

@@ -54,6 +54,11 @@ def action_record(action: str, stage: int, *, in_program: bool = True) -> bytes:
     return _ACTION.pack(-1, stage, in_program, action.encode(errors="replace"))
 
 
+def row_record(kind: str, stage: int, micro_batch: int) -> bytes:
+    """Pack a row of the program; micro-batch -1 stands for all of them."""
+    return action_record(kind if micro_batch < 0 else f"{kind} micro-batch {micro_batch}", stage)
+
+
 def wait_record(awaited: str, peer: int) -> bytes:
     """Encode a wait for :meth:`Board.awaits`."""
     return _WAIT.pack(awaited.encode(errors="replace"), peer)
@@ -85,9 +90,8 @@ class Board:
         _INTEGER.pack_into(self._shared, 0, self._moves)
 
     def row(self, kind: str, stage: int, micro_batch: int) -> None:
-        """Begin an action of the program; -1 stands for all micro-batches."""
-        text = kind if micro_batch < 0 else f"{kind} micro-batch {micro_batch}"
-        self.begin(action_record(text, stage))
+        """Begin a row of the program; see :func:`row_record`."""
+        self.begin(row_record(kind, stage, micro_batch))
 
     def phase(self, text: str) -> None:
         """Begin a phase outside the program."""
