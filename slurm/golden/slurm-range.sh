@@ -284,13 +284,12 @@ ask_nodes() { # NODE...
             done
             exit 1' </dev/null >/dev/null 2>&1
 }
-find_nodes() {
+list_nodes() { # none if that is not known
     local node answers="" tries=0
-    nodes=("${all_nodes[@]}")
     # The node of this script is there. If it does not answer, no step could be started in time.
     until [[ $answers == *" ${SLURMD_NODENAME-} "* ]]; do
         ((++tries <= 3)) || return
-        ask_nodes "${nodes[@]}" && return
+        ask_nodes "${all_nodes[@]}" && printf '%s\n' "${all_nodes[@]}" && return
         answers=$(
             for node in "${all_nodes[@]}"; do
                 ask_nodes "$node" && echo " $node " &
@@ -298,10 +297,19 @@ find_nodes() {
             wait
         )
     done
-    nodes=()
     for node in "${all_nodes[@]}"; do
-        [[ $answers == *" $node "* ]] && nodes+=("$node")
+        [[ $answers != *" $node "* ]] || echo "$node"
     done
+}
+find_nodes() {
+    local asking known=()
+    list_nodes >"$PIPECTL_START/answers" 2>/dev/null &
+    asking=$!
+    until wait "$asking" || ! kill -s 0 "$asking" 2>/dev/null; do :; done # a signal ends 'wait'
+    [[ -r "$PIPECTL_START/answers" ]] && mapfile -t known <"$PIPECTL_START/answers"
+    rm -f "$PIPECTL_START/answers"
+    nodes=("${all_nodes[@]}")
+    ((${#known[@]} == 0)) || nodes=("${known[@]}")
 }
 mapfile -t all_nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 nodes=("${all_nodes[@]}")

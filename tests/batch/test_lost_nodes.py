@@ -7,13 +7,14 @@ import pytest
 from pipectl.runs import RunDirectory, read_errors
 from pipectl.spec.launch import Resources
 from pipectl.spec.models import Checkpoint
-from tests.batch.job_requests import change, run
+from tests.batch.job_requests import change, end, start, wait_until
 from tests.batch.test_script import never_sleep
 
 SRUN = """\
 #!/bin/bash
 for word; do [[ $word == --nodelist=* ]] && nodes=${word#*=}; done
 echo "srun $nodes" >>calls
+[[ ! -p answer ]] || read -r <answer
 for node in ${nodes//,/ }; do
     [[ -e lost-$node ]] && exit 1
     [[ ! -e late-$node ]] || { [[ $nodes == *,* ]] || rm "late-$node"; exit 1; }
@@ -49,19 +50,22 @@ def job(make_request, tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
 
-    def start(nodes, rank, *, lost=(), names="n1,n2,n3", **fields):
+    def begin(nodes, rank, *, lost=(), names="n1,n2,n3", waits=True, **fields):
         monkeypatch.setenv("SLURM_JOB_NODELIST", names)
         fields = {"checkpoint": Checkpoint(max_requeues=2), "tasks_per_node": 1, **fields}
         request = change(make_request(), nodes=Resources(nodes=nodes).nodes, **fields)
         request.run_directory.mkdir(exist_ok=True)
         for node in lost:
             (request.run_directory / f"lost-{node}").touch()
-        code, output = run(request, "bash", "-c", rank, scheduler="slurm")
+        process = start(request, "bash", "-c", rank, scheduler="slurm")
+        if not waits:
+            return process, request
+        code, output = end(process, request)
         calls = request.run_directory / "calls"
         assert not read_errors(RunDirectory(request.run_directory).start) or code != 75
         return code, output, calls.read_text().splitlines() if calls.exists() else []
 
-    return start
+    return begin
 
 
 @pytest.mark.parametrize(("nodes", "options"), [(3, {}), ("2-3", {}), ("3-4", {"no-kill": True})])
@@ -123,6 +127,21 @@ def test_a_range_goes_on_with_the_nodes_that_are_left_in_the_same_allocation(job
         "2: n1,n3 2",
     ]
     assert "requeue 7" not in calls
+
+
+def test_a_signal_ends_a_start_that_waits_for_the_answers_of_its_nodes(job, make_request):
+    request = make_request()
+    run = RunDirectory(request.run_directory)
+    run.start.path.mkdir(parents=True)
+    run.start.begun.touch()
+    os.mkfifo(run.path / "answer")
+    process, request = job("2-3", "exit 0", waits=False)
+    calls = run.path / "calls"
+    wait_until(lambda: calls.exists() and calls.read_text())
+    process.terminate()
+    assert end(process, request)[0] == 143
+    with (run.path / "answer").open("w") as answer:
+        answer.write("yes\n")
 
 
 def test_a_start_of_a_range_waits_for_nodes_if_too_few_answer(job, make_request):

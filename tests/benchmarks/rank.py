@@ -56,13 +56,13 @@ def ours(spec: JobSpec, plan: Plan, progress: Progress, folder: Path, batch: Any
     mine = [parts[index] for index in doing.loads]
 
     def step(number: int) -> None:
-        trainer._end.begin()
+        trainer._step_end.begin()
         given = StepRun(
             doing,
             weights=weights,
             batches=iter(mine),
             seed=(0, number),
-            update=lambda run, *_: trainer._end.run(number, run),
+            update=lambda run, *_: trainer._step_end.end_step(number, run),
         )
         setup.training.run(given)
 
