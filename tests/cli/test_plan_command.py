@@ -131,6 +131,13 @@ def test_a_range_of_nodes_has_one_answer_for_each_number(cli, profile, allowed):
     assert not PLAN.exists()
 
 
+def test_schedules_that_are_allowed_are_tried_although_one_is_named(cli, alone):
+    gpipe = "--set=pipeline.schedule=gpipe", "--set=pipeline.micro_batches=4", "--json"
+    named, free = cli(*TWO, *gpipe).json, cli(*TWO, *gpipe, "--allow", "schedules").json
+    assert named["schedule"] == "gpipe" != free["schedule"]
+    assert free["value_s"] < named["value_s"]
+
+
 Plans = Callable[..., Plan]
 COST = StageCost(1e-3, 2e-3, 0.0, 2**20, 2**21, 0)
 CLUSTER = assumed_cluster("test", [1, 1], 1, None)
