@@ -213,6 +213,11 @@ class Stage:
         return len(self.ranks)
 
     @property
+    def every_rank(self) -> tuple[int, ...]:
+        """Its ranks, and those of its backward."""
+        return (*self.ranks, *self.backward_ranks)
+
+    @property
     def load_s(self) -> float:
         """Seconds per micro-batch, divided by the number of replicas."""
         return (self.cost.forward_s + self.cost.backward_s) / self.replicas
@@ -458,7 +463,7 @@ class Plan(DataFile):
     @property
     def summary(self) -> str:
         """For example ``2 stages on 2 ranks, 1f1b, 8 micro-batches of 4 (batch 32)``."""
-        used = {rank for stage in self.stages for rank in (*stage.ranks, *stage.backward_ranks)}
+        used = {rank for stage in self.stages for rank in stage.every_rank}
         ranks = plural(self.ranks, "rank")
         ranks = ranks if len(used) == self.ranks else f"{len(used)} of {ranks}"
         return (

@@ -244,7 +244,4 @@ def _is_faster(tried: Plan, best: Plan | None) -> bool:
 
 def _shares_ranks(plan: Plan, index: int) -> bool:
     stage = plan.stages[index]
-    return any(
-        other is not stage and {*stage.ranks, *stage.backward_ranks} & {*other.ranks}
-        for other in plan.stages
-    )
+    return any(other is not stage and {*stage.every_rank} & {*other.ranks} for other in plan.stages)

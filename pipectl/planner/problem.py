@@ -87,8 +87,7 @@ class Problem:
         """Whether the ranks of a stage of a plan with a prediction stay within their limits."""
         assert plan.prediction is not None
         own, peaks = plan.stages[stage], plan.prediction.peak_memory_bytes
-        ranks = (*own.ranks, *own.backward_ranks)
-        return all(peaks[rank] <= self.limit_bytes(rank) for rank in ranks)
+        return all(peaks[rank] <= self.limit_bytes(rank) for rank in own.every_rank)
 
     @cached_property
     def has_limits(self) -> bool:

@@ -489,7 +489,7 @@ def _rows_of_all(plan: Plan, numbering: Numbering) -> list[Rows]:
     known = _rows_by_modes(replace(plan, stages=stages))
     modes: list[list[bool]] = [[] for _ in range(plan.ranks)]
     for stage in plan.stages:
-        for rank in (*stage.ranks, *stage.backward_ranks):
+        for rank in stage.every_rank:
             modes[rank] += stage.recompute, stage.offload
     rows = []
     for rank, own in enumerate(modes):

@@ -111,11 +111,10 @@ def stage_table(plan: Plan, ends: Sequence[str]) -> RenderableType:
     indices, rows = choose_stages(plan), []
     for index, after in zip(indices, [*indices[1:], len(plan.stages)], strict=True):
         stage = plan.stages[index]
-        ranks = *stage.ranks, *stage.backward_ranks
         cells = (
             index,
-            format_ranges(ranks, ","),
-            format_ranges([plan.node_of_rank[rank] for rank in ranks], ","),
+            format_ranges(stage.every_rank, ","),
+            format_ranges([plan.node_of_rank[rank] for rank in stage.every_rank], ","),
             len(stage.nodes),
             format_bytes(stage.cost.parameter_bytes),
             format_time(stage.cost.forward_s),
@@ -149,7 +148,7 @@ def _peak_bytes(plan: Plan, stage: Stage) -> int:
     if plan.prediction is None:
         return 0
     peaks = plan.prediction.peak_memory_bytes
-    return max(peaks[rank] for rank in (*stage.ranks, *stage.backward_ranks))
+    return max(peaks[rank] for rank in stage.every_rank)
 
 
 def mark_lines(plan: Plan) -> Iterator[str]:
