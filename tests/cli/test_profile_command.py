@@ -118,7 +118,7 @@ def test_a_job_measures_in_percent_and_leaves_the_profile(
 def links(cli, job, monkeypatch, warm_python):
     """``links("--json")``: measures them for a moment, with ranks that begin sooner."""
     monkeypatch.setattr(sys, "executable", warm_python)
-    monkeypatch.setattr("pipectl.jobs.measuring.LINKS_BUDGET_S", {"normal": 0.2, "fast": 0.1})
+    monkeypatch.setattr("pipectl.jobs.measuring.LINKS_BUDGET_S", {"normal": 0.1, "fast": 0.05})
     return lambda *words: cli("profile", "job.yaml", "--links", *words)
 
 

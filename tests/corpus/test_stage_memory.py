@@ -69,8 +69,9 @@ def peaks(tmp_path: Path, run_in: Any, launch: Any) -> Peaks:
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [
-        *[("lstm", 2), ("unet", 3), ("checkpointed", 3), ("wide,bf16", 2)],
-        ("wide,bf16-weights", 2),
+        *[("unet", 3), ("checkpointed", 3), ("wide,bf16-weights", 2)],
+        pytest.param("lstm", 2, marks=pytest.mark.product),
+        pytest.param("wide,bf16", 2, marks=pytest.mark.product),
         *(
             pytest.param(name, ranks, marks=pytest.mark.corpus)
             for name in ("encoder-decoder", "recommender")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipectl.capture import CapturedJob, Cut, build_stage
+from pipectl.capture import CapturedGraph, CapturedJob, Cut, build_stage
 from pipectl.capture.data import split_batch
 from pipectl.capture.randomness import seed_of
 from pipectl.capture.regions import arithmetic
 from pipectl.capture.slices import Span
+from pipectl.capture.stage import StageCode
 from pipectl.runtime.optimizer import make_updater
 from pipectl.spec import load
 from tests.equality import cell_jobs
@@ -112,14 +113,20 @@ def batches(job: CapturedJob) -> Iterator[list[tuple[Any, Any]]]:
         yield list(islice(loaded, len(split_batch(batch.size, size))))
 
 
+@cache
+def code_of(graph: CapturedGraph, span: Span) -> StageCode:
+    """The whole graph as one stage, built once for all steps and trainings."""
+    cut = Cut(graph, dict.fromkeys((node.name for node in graph.operators), 0), training=True)
+    return build_stage(cut, 0, span)
+
+
 def loss_of_graph(
     job: CapturedJob, weights: Weights, seed: int, inputs: Any, targets: Any
 ) -> Tensor:
     """The whole captured graph as one function, whose random operators take a seed."""
     span = Span.of(len(inputs), inputs.shape[1] if job.loader.buckets else 0)
     graph = job.training_graph(*span.shape)
-    cut = Cut(graph, dict.fromkeys((node.name for node in graph.operators), 0), training=True)
-    code = build_stage(cut, 0, span)
+    code = code_of(graph, span)
     known = {**job.states, **job.training_graph(2).constants, **weights}
     states = [known[graph.states[slot.value].name] for slot in code.states]
     leaves = torch.utils._pytree.tree_leaves((inputs, targets))

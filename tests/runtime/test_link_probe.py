@@ -37,7 +37,7 @@ def probe(make_spec, tmp_path: Path, mpiexec: str, warm_python: str) -> Callable
     wrapper = tmp_path / "on-node"
     program = [warm_python, "-m", "mpi4py", "-m", "pipectl.runtime.links.probe"]
     files = ["--run", str(run.path), "--output", str(tmp_path / "cluster.json")]
-    given = [*files, "--key", "the-key", "--budget", "0.2"]
+    given = [*files, "--key", "the-key", "--budget", "0.05"]
 
     def start(nodes: str) -> tuple[RunDirectory, int]:
         wrapper.write_text(NODES % " ".join(nodes))

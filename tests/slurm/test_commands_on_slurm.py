@@ -121,6 +121,7 @@ def test_partitions_are_asked_when_a_job_would_start_there(pipectl):
 
 
 @pytest.mark.usefixtures("warm")
+@pytest.mark.torture
 def test_links_between_virtual_nodes_are_measured_in_a_job(pipectl, monkeypatch):
     monkeypatch.setattr("pipectl.jobs.measuring.LINKS_BUDGET_S", {"fast": 0.2})
     two_a_node = "--set=resources.tasks_per_node=2"
@@ -137,6 +138,7 @@ def test_links_between_virtual_nodes_are_measured_in_a_job(pipectl, monkeypatch)
     assert "cluster.json" in pipectl("status", "last")
 
 
+@pytest.mark.usefixtures("warm")
 def test_within_a_job_a_model_is_measured_at_once(pipectl):
     inside = ["srun", "-n1", sys.executable, "-m", "pipectl", "profile", *TO_PROFILE, *QUICKLY]
     subprocess.run(inside, check=True, timeout=400)

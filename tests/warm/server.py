@@ -30,12 +30,16 @@ import torch
 from pipectl.capture import sources
 from pipectl.jobs import profiles
 from pipectl.link import RowTimes
+from pipectl.runtime import waiting
 from pipectl.spec import code
 
 LOADED = [
     *("pipectl.cli", "pipectl.jobs.in_job", "pipectl.jobs.planning", "pipectl.jobs.prepare"),
     *("pipectl.jobs.submit", "pipectl.profiler.job", "pipectl.rehearsal"),
 ]
+MEASURING = {"pipectl.runtime.rehearsal", "pipectl.runtime.links.probe"}
+"""Programs of ranks whose times count."""
+PAUSE_S = 1e-3
 
 
 def load(*modules: str) -> None:
@@ -124,6 +128,8 @@ def become(client: Path, files: dict[int, int], python: str) -> None:
     os.environb.update(entry.split(b"=", 1) for entry in environment)
     sys.path[0] = os.getcwd()  # noqa: PTH109
     find_accelerators()
+    if not MEASURING & {*words}:  # ranks of several tests wait, and each look costs time of a core
+        vars(waiting)["_LONG_PAUSE_S"] = PAUSE_S
     random.seed()
     np.random.seed()
     if words[-1] == "--multiprocessing-fork":

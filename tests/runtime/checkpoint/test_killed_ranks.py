@@ -54,7 +54,7 @@ def hidden(directory: Path) -> set[str]:
     return {path.name for path in directory.glob(".step-*")}
 
 
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.torture)])
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.torture)])
 def test_what_writes_checkpoints_is_killed_before_each_of_its_operations(
     start: Start, tmp_path: Path, every: int
 ) -> None:
