@@ -57,7 +57,7 @@ _NAMES = ("model name", "Model Name", "cpu model", "cpu")
 _NUMBERS = ("CPU implementer", "CPU part")
 _MEASURING_CODE = (
     *(f"{part}/**/*.py" for part in ("capture", "profiler", "runtime", "script", "planner/costs")),
-    *("lanes.py", "profile.py", "sorting.py", "torch_api.py"),
+    *("lanes.py", "link.py", "profile.py", "profile_parts.py", "sorting.py", "torch_api.py"),
 )
 _MPI_VARIABLES = ("MPI4PY_LIBMPI", "MPI4PY_MPIABI", "LD_LIBRARY_PATH")
 """Variables that choose the MPI library."""

@@ -21,6 +21,7 @@ from pipectl.profile import Profile
 from pipectl.profiler.effort import Effort
 from pipectl.runs import Heartbeat, Record, RunDirectory
 from pipectl.spec import dump, load, profile_key
+from tests.docs.layers import LAYER_OF, PACKAGE, all_imports
 
 PLACE, CACHE = Path("runs/tiny.profile.json"), Path("runs/.cache")
 
@@ -109,6 +110,14 @@ def test_the_second_time_nothing_is_measured_unless_what_counts_is_another(
     }.items():
         monkeypatch.setattr(profiles, name, other)
         assert [measures(), measures()] == [6, 0], name
+
+
+def test_the_cache_knows_the_files_that_measure_by_names_that_they_have():
+    of_pattern = {each: set(PACKAGE.glob(each)) for each in profiles._MEASURING_CODE}
+    assert [each for each, files in of_pattern.items() if not files] == []
+    read = {each.target for each in all_imports() if each.file == "profile.py"}
+    described = {PACKAGE / f"{part}.py" for part in read if LAYER_OF.get(part) == 1}
+    assert described <= set().union(*of_pattern.values())
 
 
 def test_variables_of_a_job_hold_where_it_is_measured_and_those_that_count_measure_again(
