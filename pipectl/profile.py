@@ -82,8 +82,8 @@ class Profile(DataFile):
         halved_loss: whether the loss of a batch is the mean of the losses of its micro-batches;
             None if unknown.
         loss_unknown: why that is unknown; empty if it is known, or if a batch is one sample.
-        evaluation_key: hash of the held-out data and of the metrics, which the next two are about;
-            None if there are none.
+        evaluation_key: hash of the held-out data and of the metrics, which the next three are
+            about; None if there are none.
         shared_samples: indices of some held-out samples, each with that of an equal one of the
             training data; empty if none were found.
         redrawn_samples: the same of samples that another process holds out, if ``shared_samples``

@@ -288,10 +288,11 @@ class MeasuredOn:
 
 @dataclass(frozen=True)
 class SmallestMicroBatch:
-    """The least samples that all norms of a model take in training.
+    """The least samples of a micro-batch that a model takes in training.
 
     Args:
-        reason: why they take no fewer: the norm, its line and what torch says.
+        reason: why it takes no fewer: a norm, its line and what torch says; or the line that
+            computes something else for one sample.
     """
 
     samples: Count

@@ -57,27 +57,26 @@ def parts_of_script(spec: JobSpec) -> Parts | None:
     return Parts.of(Command.of(spec))
 
 
-def training_loader(spec: JobSpec, script: Parts | None = None) -> Loader:
+def training_loader(spec: JobSpec, script: Parts | None) -> Loader:
     """Return the training data.
 
     Args:
-        script: what the job's script has made; if it is not given, the script runs.
+        script: what the job's script has made; see :func:`parts_of_script`.
 
     Raises:
         CaptureError: see :class:`~pipectl.capture.CapturedJob`.
     """
     if spec.data.is_of_script:
-        script = script or parts_of_script(spec)
         assert script is not None, "checked with the spec"
         return _loader_of(spec, spec.data, "data", script.dataset())
     return _loader(spec, spec.data, "data")
 
 
-def evaluation_loader(spec: JobSpec, script: Parts | None = None) -> Loader | None:
+def evaluation_loader(spec: JobSpec, script: Parts | None) -> Loader | None:
     """Return the held-out data, or None.
 
     Args:
-        script: see :func:`training_loader`.
+        script: see :func:`parts_of_script`.
 
     Raises:
         CaptureError: see :class:`~pipectl.capture.CapturedJob`.
@@ -87,7 +86,6 @@ def evaluation_loader(spec: JobSpec, script: Parts | None = None) -> Loader | No
     item, section = spec.evaluation.data, "evaluation.data"
     if not item.is_of_script:
         return _loader(spec, item, section)
-    script = script or parts_of_script(spec)
     assert script is not None, "checked with the spec"
     return _loader_of(spec, item, section, script.held_out(item.kwargs["loader"]))
 

@@ -10,7 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from pipectl.capture import CapturedJob
-from pipectl.capture.build import evaluation_loader
+from pipectl.capture.build import evaluation_loader, parts_of_script
 from pipectl.cli.from_script import take_script
 from pipectl.errors import CaptureError
 from pipectl.profile_parts import MeasuredOn
@@ -266,7 +266,7 @@ def test_what_a_script_evaluates_is_evaluated_and_its_schedule_follows(plateau, 
     }
     (tmp_path / "job.yaml").write_text(json.dumps(job))
     spec, rates = load(tmp_path / "job.yaml"), []
-    assert len(evaluation_loader(spec).order(0)) == 8
+    assert len(evaluation_loader(spec, parts_of_script(spec)).order(0)) == 8
     plain.train(spec, 16, tmp_path)
     losses = json.loads((tmp_path / plain.LOSSES).read_text())["losses"]
     with patched_step(lambda each: rates.append(each.param_groups[0]["lr"])):
@@ -274,8 +274,9 @@ def test_what_a_script_evaluates_is_evaluated_and_its_schedule_follows(plateau, 
     assert len(set(rates)) > 2
     job["evaluation"]["data"]["kwargs"]["loader"] = "nobody"
     (tmp_path / "job.yaml").write_text(json.dumps(job))
+    spec = load(tmp_path / "job.yaml")
     with pytest.raises(CaptureError, match="has no DataLoader 'nobody'"):
-        evaluation_loader(load(tmp_path / "job.yaml"))
+        evaluation_loader(spec, parts_of_script(spec))
 
 
 def test_batches_that_a_loop_skips_and_what_it_freezes_later_are_named(beginning, tmp_path):
