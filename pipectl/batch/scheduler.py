@@ -219,8 +219,8 @@ class Scheduler(ABC):
         """Cancel a job; unknown ids are no error."""
 
     def estimate(self, script: str) -> str | None:  # noqa: ARG002
-        """Return the system's forecast of the start of a job, given the text of its script; None if
-        it has none."""
+        """Describe when a job would start, given the text of its script; None if the system does
+        not say. For the time, see :meth:`forecast`."""
         return None
 
     def check(self, request: JobRequest) -> str:  # noqa: ARG002

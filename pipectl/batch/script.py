@@ -96,8 +96,8 @@ def render_script(
     context = {
         "job": request,
         "scheduler": scheduler,
-        "launch": command if not request.single_process else on_node(command),
-        "first": on_node(first),
+        "ranks_command": command if not request.single_process else on_node(command),
+        "first_command": on_node(first),
         # Elsewhere, there may be no such program.
         "container_program": "" if alone_on_node else request.container_program,
         "edf": Markup(edf_of(request)),

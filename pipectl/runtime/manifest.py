@@ -59,7 +59,7 @@ class Shard:
         """Whether the file is unchanged since it was written."""
         path = directory / self.file
         try:
-            return path.stat().st_size == self.size_bytes and checksum(path) == self.sha256
+            return path.stat().st_size == self.size_bytes and sha256_of(path) == self.sha256
         except OSError:
             return False
 
@@ -144,7 +144,7 @@ class Manifest(DataFile):
         return manifest
 
 
-def checksum(path: Path) -> str:
+def sha256_of(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal digits."""
     with os.fdopen(open_regular(path), "rb") as stream:
         digest = hashlib.sha256()

@@ -65,7 +65,7 @@ class Note(NamedTuple):
         return ""
 
 
-def checksum(buffer: Tensor) -> int:
+def crc_of(buffer: Tensor) -> int:
     """CRC-32 of a contiguous tensor's bytes."""
     host = buffer.cpu().view(-1)
     return zlib.crc32(host.view(torch.uint8).numpy().data) if host.numel() else 0
@@ -246,7 +246,7 @@ class Line:
         Args:
             buffers: of the slots that have a tensor; none if they have not arrived.
         """
-        checksums = map(checksum, buffers)
+        checksums = map(crc_of, buffers)
         tensors: list[tuple[str, str, int | None]] = []
         for each in posted.layouts or ():
             value, layout = each.slot.value, each.layout
