@@ -6,6 +6,7 @@ Field docstrings are the text of ``docs/spec-reference.md``; see :mod:`pipectl.s
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -108,6 +109,13 @@ class Script(types.Section):
     """Its arguments on the command line."""
     directory: types.File | None = None
     """Its working directory, relative to the spec file; by default that of `file`."""
+
+    @field_validator("file")
+    @classmethod
+    def _without_dots(cls, value: str) -> str:
+        """Without ``..``: the files that the script imports must have one name, however found."""
+        path = Path(value)
+        return str(path.parent.resolve() / path.name) if path.is_absolute() else value
 
     @field_validator("arguments")
     @classmethod

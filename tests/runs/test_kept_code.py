@@ -102,6 +102,22 @@ def test_a_run_reads_its_copies_whatever_becomes_of_the_files(run, job):
     assert profile_key(load(job)) != key
 
 
+def test_a_script_beside_the_directory_of_its_job_is_read_back(tmp_path, job):
+    """It may find the files that it imports by its own directory, which has no ``..`` then."""
+    (tmp_path / "train.py").write_text("import beside\n")
+    (tmp_path / "beside.py").write_text("")
+    job.write_text(
+        "script: {file: ../train.py, directory: ..}\ntraining: {steps: 4, batch_size: 8}\n"
+    )
+    spec, run = load(job), RunDirectory.create(tmp_path / "runs", "tiny", 0.0)
+    (tmp_path / "other.py").write_text("")
+    found = LoadedFile(str(tmp_path / "other.py"), digest_of(tmp_path / "other.py"), ("other",))
+    keep(run, Code.of(spec).with_loaded([found]), 1, None)
+    assert {*read_snapshot(run).contents} == {
+        tmp_path / name for name in ("train.py", "beside.py", "other.py")
+    }
+
+
 def test_the_files_that_have_changed_are_named_with_those_of_keyword_arguments(run, job):
     assert read_code(run).changed() == []
     (job.parent / "helper.py").write_text("A = 2\n")
