@@ -34,6 +34,8 @@ gc.disable()
 """Until all tests are there: what is imported stays, and looking through it takes seconds."""
 os.environ["OMP_NUM_THREADS"] = "1"
 """Several processes share the cores; threads that wait for each other would keep them busy."""
+os.environ["MPIR_CVAR_ENABLE_HEAVY_YIELD"] = "1"
+"""Ranks that wait within MPICH then leave their cores to those that they wait for."""
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 """Whoever asks for GPUs otherwise begins CUDA, which is then of no use to forks."""
 # Else each process that a test starts would compile what it imports, and each run all tests.
