@@ -438,9 +438,9 @@ def _refuse_unfollowed(program: Program) -> None:
                 raise CaptureError(
                     f"{at(entry.place)}: {entry.name} reads a tensor with a gradient that pipectl "
                     "has not seen computed",
-                    hint="compute it from the batch, by functions of torch, in the same step; "
-                    "leave out torch.autograd.grad and calls of autograd functions (put them into "
-                    "the model)",
+                    hint="compute it from the batch, by functions of torch, in the same step; let "
+                    "forward return what it leaves in an attribute or gives to a hook; leave out "
+                    "torch.autograd.grad and calls of autograd functions (put them into the model)",
                 )
 
 

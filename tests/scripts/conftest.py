@@ -173,6 +173,11 @@ REFUSED |= {
         "    x = torch.from_numpy(x.numpy() * 2)\n"
         "    loss = model(x).pow(2).mean()  # here\n    loss.backward()",
     ),
+    "an attribute that forward leaves": Refused(
+        "add reads a tensor with a gradient that pipectl has not seen computed",
+        f"{LOGITS}    loss = loss + left[0].mean()  # here\n    loss.backward()",
+        "left = []\nmodel[0].register_forward_hook(lambda m, x, y: left.insert(0, y))",
+    ),
     "texts in the loop": Refused(
         "tensor reads",
         "    numbers = torch.tensor([len(str(v)) + v for v in y.tolist()])  # here\n"
