@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -56,8 +57,15 @@ def _project_of(directory: Path) -> Path:
     """The nearest directory around a directory that is marked as a project; else itself."""
     home = Path.home()
     for place in (directory, *directory.parents):
-        if place in (home, place.parent):
+        if place in (home, place.parent) or _is_for_all(place):
             break
         if any((place / mark).exists() for mark in _MARKS):
             return place
     return directory
+
+
+def _is_for_all(directory: Path) -> bool:
+    """Whether everybody can write there, as in ``/tmp``: its files are of no project."""
+    with suppress(OSError):
+        return bool(directory.stat().st_mode & stat.S_IWOTH)
+    return False

@@ -262,6 +262,17 @@ def test_the_python_files_of_a_project_are_found_near_ones_first(tmp_path, monke
     assert found() == ["jobs/model.py"]
 
 
+def test_a_directory_in_which_everybody_can_write_is_no_project(tmp_path):
+    """As `/tmp`, where somebody may leave a setup.py."""
+    for name in ("setup.py", "other.py", "job/model.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    tmp_path.chmod(0o1777)
+    assert [*python_files([tmp_path / "job"])] == [tmp_path / "job/model.py"]
+    tmp_path.chmod(0o755)
+    assert len([*python_files([tmp_path / "job"])]) == 3
+
+
 def damage(run):
     (run.code / "1/helper.py").write_text("A = 3\n")
 
