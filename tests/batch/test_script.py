@@ -209,6 +209,7 @@ def job_of_slurm(tmp_path, monkeypatch):
     slurm |= dict.fromkeys(("NODELIST", "JOB_NODELIST"), "node[1-2]")
     for name, value in {**slurm, "TMPDIR": "/local", "SUBMIT_DIR": "/home"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.delenv("SLURM_CONF", raising=False)
     monkeypatch.setenv("SLURMD_NODENAME", "node1")
     monkeypatch.setenv("PMI_FD", "900")
     monkeypatch.setenv("PATH", f"{srun.parent}:{os.environ['PATH']}")

@@ -218,6 +218,7 @@ def test_another_seed_is_another_model(shell, job, cli):
     assert "must be a number from 0 to 4294967295, or random" in wrong.err
 
 
+@pytest.mark.product
 @pytest.mark.mpi
 @pytest.mark.timeout(600)
 def test_what_is_made_of_sets_is_the_same_in_the_profile_and_on_all_ranks(

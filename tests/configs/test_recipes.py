@@ -148,6 +148,7 @@ def assert_equal(one: RunDirectory, two: RunDirectory) -> None:
     assert different(weights(one.path), weights(two.path)) == []
 
 
+DIGITS = ["pipeline.micro_batches=2", "model.kwargs={width: 8, blocks: 1}"]
 NAMES = [
     *("training.batch_size=16", "pipeline.micro_batches=2"),
     "model.kwargs={length: 32, layers: 1, width: 32, heads: 2}",
@@ -179,7 +180,7 @@ def test_a_recipe_with_sequences_learns_in_one_process(tmp_path):
                 "evaluation.data.kwargs={length: 32, windows: 8}",
             ],
         ),
-        ("digits-cnn", 20, 0.2, ["pipeline.micro_batches=2", "model.kwargs={width: 8, blocks: 1}"]),
+        pytest.param("digits-cnn", 20, 0.2, DIGITS, marks=pytest.mark.product),
         pytest.param("names-seq2seq", 10, 0.95, NAMES, marks=pytest.mark.product),
     ],
 )

@@ -69,7 +69,8 @@ def peaks(tmp_path: Path, run_in: Any, launch: Any) -> Peaks:
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [
-        *[("unet", 3), ("checkpointed", 3), ("wide,bf16-weights", 2)],
+        *[("checkpointed", 3), ("wide,bf16-weights", 2)],
+        pytest.param("unet", 3, marks=pytest.mark.product),
         pytest.param("lstm", 2, marks=pytest.mark.product),
         pytest.param("wide,bf16", 2, marks=pytest.mark.product),
         *(

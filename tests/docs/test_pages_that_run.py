@@ -43,6 +43,7 @@ def shorter(text):
     return text
 
 
+@pytest.mark.product
 @pytest.mark.mpi
 @pytest.mark.timeout(900)
 def test_commands_of_the_readme_run(tmp_path, warm_python):

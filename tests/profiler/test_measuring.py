@@ -151,6 +151,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.torture
 def test_no_neighbour_outlives_a_measuring_process_that_is_killed_while_it_starts(
     spec_of: Any, tmp_path: Path
 ) -> None:

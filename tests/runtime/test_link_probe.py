@@ -87,6 +87,7 @@ def test_two_nodes_are_measured_within_and_between(probe, tmp_path: Path) -> Non
     assert (beat["state"], beat["steps"]) == ("measuring sums over 4 ranks", 100)
 
 
+@pytest.mark.product
 @pytest.mark.mpi
 def test_one_rank_a_node_leaves_the_link_within_assumed(probe, tmp_path: Path) -> None:
     assert probe("abc")[1] == 0

@@ -145,6 +145,7 @@ def test_within_a_job_a_model_is_measured_at_once(pipectl):
     assert PROFILE.exists()
 
 
+@pytest.mark.torture
 @pytest.mark.usefixtures("warm")
 def test_a_profile_measured_by_a_training_job_is_found(pipectl):
     dry_run = ("submit", *TO_PROFILE, "--set=training.steps=4", "--dry-run")
@@ -155,6 +156,7 @@ def test_a_profile_measured_by_a_training_job_is_found(pipectl):
     assert "jobs.in_job" not in pipectl(*dry_run)
 
 
+@pytest.mark.torture
 @pytest.mark.usefixtures("warm")
 def test_an_ended_profile_goes_on_in_the_next_job_and_is_found_on_the_login_node(pipectl, tmp_path):
     def kept() -> int:
@@ -398,6 +400,7 @@ def shell_of_salloc(pipectl, monkeypatch):
         Path("over").touch()
 
 
+@pytest.mark.torture
 @pytest.mark.usefixtures("warm", "shell_of_salloc")
 def test_a_run_in_an_allocation_is_cancelled_and_resumed_from_its_shell(
     pipectl, local_run, monkeypatch

@@ -60,6 +60,7 @@ def test_down_stops_no_stranger(tmp_path):
     stranger.wait()
 
 
+@pytest.mark.torture
 @pytest.mark.timeout(900)
 def test_commands_of_the_readme_run(lab, free_ports, tmp_path, warm_python, monkeypatch):
     """In a checkout, as far as a reader uses it, with another lab."""

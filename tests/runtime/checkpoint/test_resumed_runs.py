@@ -188,6 +188,7 @@ def wait_for(process: subprocess.Popen[str], happened: Callable[[], object]) -> 
         time.sleep(0.01)
 
 
+@pytest.mark.torture
 def test_a_run_that_is_killed_and_then_asked_to_stop_goes_on(trained, make_run, start, different):
     """No attempt by far reaches the end before; a damaged checkpoint is passed over. When they are
     asked to stop, all ranks agree on the step, save, and end with 0."""
