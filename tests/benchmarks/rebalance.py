@@ -61,6 +61,13 @@ def seconds(run: RunDirectory, first: int, end: int) -> float:
     return statistics.median(found[step]["step_time_s"] for step in range(first, end))
 
 
+def slow_down(factors: Path, rank: int, factor: float) -> None:
+    """From its next operator on; the rank never sees half a file."""
+    if not (factors / str(rank)).exists():
+        (factors / "new").write_text(str(factor))
+        (factors / "new").rename(factors / str(rank))
+
+
 def train(folder: Path, factors: Path, rank: int, factor: float, *settings: str) -> RunDirectory:
     """A run in which a rank becomes slower at ``SLOW_FROM``."""
     before = {*folder.glob("runs/2*")}
@@ -71,7 +78,7 @@ def train(folder: Path, factors: Path, rank: int, factor: float, *settings: str)
             time.sleep(0.01)
             for run in map(RunDirectory, {*folder.glob("runs/2*")} - before):
                 if run.metrics.exists() and len(run.metrics.read_text().splitlines()) >= SLOW_FROM:
-                    (factors / str(rank)).write_text(str(factor))
+                    slow_down(factors, rank, factor)
     (factors / str(rank)).unlink(missing_ok=True)
     if process.returncode:
         sys.exit(process.returncode)
@@ -86,7 +93,7 @@ def fresh_s(folder: Path, factors: Path, run: RunDirectory, rank: int, factor: f
         node["shares"] = [1 / factor if each == rank else 1.0 for each in range(4)]
     measured = folder / "runs/sleeper.cluster.json"
     measured.write_text(json.dumps(cluster))
-    (factors / str(rank)).write_text(str(factor))
+    slow_down(factors, rank, factor)
     off = ("training.rebalance=false", f"training.steps={FEW_STEPS}")
     found = train(folder, factors, rank, factor, *off)
     for path in (measured, *folder.glob("runs/sleeper.plan*.json")):
