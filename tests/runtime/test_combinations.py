@@ -201,10 +201,10 @@ def covering(schedules: Iterable[str]) -> list[Job]:
 @pytest.mark.mpi
 @pytest.mark.timeout(900)
 def test_jobs_with_all_that_goes_together_train_to_the_weights_of_one_rank(trained: Any) -> None:
-    """Of each schedule the job with the most settings, and one in blocks with replicas."""
+    """Of every second schedule the job with the most settings, and one in blocks with replicas."""
     jobs = covering(PLAIN)
     most = {schedule: (schedule, settings) for schedule, settings in reversed(jobs)}
-    trained([*most.values(), next(job for job in jobs if known.SEGMENTS in job[1])])
+    trained([*[*most.values()][::2], next(job for job in jobs if known.SEGMENTS in job[1])])
 
 
 @pytest.mark.product

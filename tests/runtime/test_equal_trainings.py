@@ -99,6 +99,7 @@ of buffers, each of its own micro-batches."""
 FURTHER = (
     *("checkpointed", "checkpointed as one operator", "steps without some parameters"),
     *("the same on replicas", "steps left out", "steps left out on all ranks"),
+    *("a loss with weights of its own", "more than tensors in a state dict", "reentrant"),
 )
 """Those that the others cover, but for their number of ranks or what is kept whole."""
 

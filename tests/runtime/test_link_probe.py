@@ -61,6 +61,7 @@ def check(link: Link) -> None:
     assert all(0 <= share <= 1 for _, *shares in link.observed.overlap for share in shares)
 
 
+@pytest.mark.product
 @pytest.mark.mpi
 def test_two_nodes_are_measured_within_and_between(probe, tmp_path: Path) -> None:
     run, code = probe("aabb")

@@ -364,12 +364,13 @@ def test_a_job_with_a_range_of_nodes_that_is_preempted_goes_on_with_those_that_a
 
 
 @pytest.mark.usefixtures("warm")
+@pytest.mark.torture
 @pytest.mark.parametrize(
     ("launcher", "how"),
     [
         ("mpiexec", ["--signal=TERM"]),
-        pytest.param("srun", ["--signal=INT"], marks=pytest.mark.torture),
-        pytest.param("srun", ["--signal=TERM", "--batch"], marks=pytest.mark.torture),
+        ("srun", ["--signal=INT"]),
+        ("srun", ["--signal=TERM", "--batch"]),
     ],
 )
 def test_a_signal_to_end_saves_and_stops_the_run_until_it_is_resumed(
@@ -526,6 +527,7 @@ site_defaults: false
 """
 
 
+@pytest.mark.torture
 @pytest.mark.usefixtures("warm")
 def test_a_job_edited_while_it_is_held_trains_the_code_it_was_submitted_with_also_when_requeued(
     pipectl, tmp_path
