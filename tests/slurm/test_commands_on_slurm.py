@@ -193,6 +193,24 @@ def local_run(tmp_path_factory, warm_python):
     return run
 
 
+@pytest.fixture
+def lose_node(processes_on):
+    """``lose_node(name)``: kill Slurm's daemon there and all that it has started; it comes back
+    when the test has ended."""
+    lost = list[psutil.Process]()
+
+    def lose(node):
+        here = processes_on(node)
+        lost.extend(here)
+        for process in here:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    yield lose
+    psutil.wait_procs(lost, timeout=20)
+    subprocess.run([LAB / "up"], capture_output=True, check=True, timeout=120)
+
+
 def submit(pipectl: Pipectl, local_run: Path, *settings: str) -> Path:
     """Submit the job on two nodes with the profile of the local run."""
     PROFILE.parent.mkdir()
@@ -227,7 +245,7 @@ def check_same(run: Path, local_run: Path) -> None:
     ],
 )
 def test_a_job_on_two_nodes_is_put_back_into_the_queue_and_gives_the_local_weights(
-    pipectl, processes_on, local_run, what
+    pipectl, lose_node, local_run, what
 ):
     """By a signal to all steps; to the script, as Slurm sends it before the walltime is over; by
     hand; and as it has lost a node, whoever notices first: Slurm, the launcher or the watcher."""
@@ -237,17 +255,11 @@ def test_a_job_on_two_nodes_is_put_back_into_the_queue_and_gives_the_local_weigh
     assert found["state"] == "RUNNING"
     assert found["phase"] in ("training", "saving")
     assert found["last_loss"]
-    lost = processes_on(found["ranks"][1]["node"]) if what == "node" else []
-    try:
-        for process in lost:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        if what != "node":
-            subprocess.run([*what.split(), str(found["job_id"])], check=True)
-        last = status_when(pipectl, run.name, is_over)
-    finally:
-        psutil.wait_procs(lost, timeout=20)
-        subprocess.run([LAB / "up"], capture_output=True, check=True, timeout=120)
+    if what == "node":
+        lose_node(found["ranks"][1]["node"])
+    else:
+        subprocess.run([*what.split(), str(found["job_id"])], check=True)
+    last = status_when(pipectl, run.name, is_over)
     assert last["state"] == "COMPLETED", (run / "logs" / "job.log").read_text()
     assert last["step"] == last["steps"] == 240
     assert last["last_loss"] < last["first_loss"]
@@ -263,28 +275,19 @@ def test_a_job_on_two_nodes_is_put_back_into_the_queue_and_gives_the_local_weigh
 @pytest.mark.torture
 @pytest.mark.parametrize("keeps", [True, False])
 def test_a_job_with_a_range_of_nodes_goes_on_with_those_that_are_left(
-    pipectl, processes_on, local_run, keeps
+    pipectl, lose_node, local_run, keeps
 ):
     """In the same allocation, if Slurm leaves it that; else in the next one, for which Slurm puts
     it into the queue, or it does so itself."""
     keep = ["slurm.options.no-kill=true"] if keeps else []
     settings = ("resources.nodes=2-4", "pipeline.stages=auto", "checkpoint.every=5", *keep)
     run = submit(pipectl, local_run, *settings)
-    lost = list[psutil.Process]()
-    try:
-        for nodes in (4, 3):
-            found = status_when(
-                pipectl, run.name, lambda now, n=nodes: now["step"] and len(now["ranks"]) == n
-            )
-            here = processes_on(found["ranks"][-1]["node"])
-            lost += here
-            for process in here:
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
-        last = status_when(pipectl, run.name, is_over)
-    finally:
-        psutil.wait_procs(lost, timeout=20)
-        subprocess.run([LAB / "up"], capture_output=True, check=True, timeout=120)
+    for nodes in (4, 3):
+        found = status_when(
+            pipectl, run.name, lambda now, n=nodes: now["step"] and len(now["ranks"]) == n
+        )
+        lose_node(found["ranks"][-1]["node"])
+    last = status_when(pipectl, run.name, is_over)
     log = (run / "logs/job.log").read_text()
     assert last["state"] == "COMPLETED", log
     assert len({rank["node"] for rank in last["ranks"]}) == 2
@@ -298,30 +301,23 @@ def test_a_job_with_a_range_of_nodes_goes_on_with_those_that_are_left(
 @pytest.mark.timeout(6000)
 @pytest.mark.parametrize("seed", range(int(os.environ.get("PIPECTL_LOSSES", "2")) // 2))
 def test_nodes_that_are_lost_at_random_cost_the_steps_since_the_last_checkpoint(
-    pipectl, processes_on, local_run, seed
+    pipectl, lose_node, local_run, seed
 ):
     """Two of four nodes, one after the other. PIPECTL_LOSSES says how many in all."""
     draw = random.Random(seed)
     settings = ("resources.nodes=2-4", "pipeline.stages=auto", "checkpoint.every=5")
     run = submit(pipectl, local_run, *settings, "slurm.options.no-kill=true")
-    lost, saved = list[psutil.Process](), list[int]()
-    try:
-        for nodes, step in ((4, draw.randrange(1, 110)), (3, draw.randrange(110, 200))):
-            found = status_when(
-                pipectl,
-                run.name,
-                lambda now, n=nodes, at=step: (now["step"] or 0) >= at and len(now["ranks"]) == n,
-            )
-            here = processes_on(found["ranks"][draw.randrange(1, nodes)]["node"])
-            lost += here
-            saved.append(max((step_of(path) for path in run.glob("checkpoints/step-*")), default=0))
-            for process in here:
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
-        last = status_when(pipectl, run.name, is_over)
-    finally:
-        psutil.wait_procs(lost, timeout=20)
-        subprocess.run([LAB / "up"], capture_output=True, check=True, timeout=120)
+    saved = list[int]()
+    for nodes, step in ((4, draw.randrange(1, 110)), (3, draw.randrange(110, 200))):
+        found = status_when(
+            pipectl,
+            run.name,
+            lambda now, n=nodes, at=step: (now["step"] or 0) >= at and len(now["ranks"]) == n,
+        )
+        node = found["ranks"][draw.randrange(1, nodes)]["node"]
+        saved.append(max((step_of(path) for path in run.glob("checkpoints/step-*")), default=0))
+        lose_node(node)
+    last = status_when(pipectl, run.name, is_over)
     assert last["state"] == "COMPLETED", (run / "logs/job.log").read_text()
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     starts = dict[int, list[int]]()
