@@ -55,7 +55,7 @@ def take_nodes(draw: random.Random) -> None:
 def finished(folder: Path, run: str) -> float:
     """Wait for a run; when it ended."""
     while (found := pipectl(folder, "status", run))["state"] != "COMPLETED":
-        if found["state"] not in ("QUEUED", "RUNNING", "COMPLETING", "REQUEUED"):
+        if found["state"] not in ("QUEUED", "RUNNING", "COMPLETING", "REQUEUED", "PREEMPTED"):
             sys.exit(f"{run}: {found['state']} {found['error']}")
         time.sleep(0.3)
     return time.time()
