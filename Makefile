@@ -19,7 +19,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "pipectl needs Python 3.10 or newer: make PYTHON=python3.10")'
 	@echo "Installing pipectl and its dependencies into .venv (once; torch is large)"
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mpich,examples,test]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[mpich,examples,test]'
+	@$(BIN)/python -m compileall -q -j 0 $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') >/dev/null || true # pip compiles on one core
 	@touch $@
 
 $(MEASURED): $(INSTALLED)

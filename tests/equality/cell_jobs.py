@@ -102,9 +102,10 @@ def captured(model: str, *, plain: bool) -> Captured:
         (Path(folder) / "job.yaml").write_text(spec_text(cell))
         job = CapturedJob(load(Path(folder) / "job.yaml"))
     for length in job.loader.lengths:
-        job.training_graph(2, length)
-        if not plain:
-            job.evaluation_graph(4, length)
+        for samples in (2, 1):  # one is compared with more, which ranks forked from here need not
+            job.training_graph(samples, length)
+        for samples in () if plain else (4, 1):
+            job.evaluation_graph(samples, length)
     return Captured(job, {name: tensor.detach().clone() for name, tensor in job.states.items()})
 
 
