@@ -50,6 +50,7 @@ from pipectl.capture.weights import Weights
 from pipectl.capture.writes import refuse_writes
 from pipectl.errors import CaptureError
 from pipectl.faults import fault_of, is_ours
+from pipectl.script import Parts
 from pipectl.spec import JobSpec
 from pipectl.spec.code_sections import Factory
 from pipectl.torch_api import pytree
@@ -65,6 +66,7 @@ class CapturedJob:
 
     Args:
         notify: called with a message if a capture takes long.
+        script: what the job's script has made, if it has run in this process.
 
     Attributes:
         wrapper: of the user's model and loss.
@@ -79,12 +81,14 @@ class CapturedJob:
         DataFileError: the initial weights do not fit the model.
     """
 
-    def __init__(self, spec: JobSpec, notify: Notify = lambda _: None) -> None:
+    def __init__(
+        self, spec: JobSpec, notify: Notify = lambda _: None, *, script: Parts | None = None
+    ) -> None:
         self.spec = spec
         path, per_rank = spec.model.weights, spec.model.materialize == "per_rank"
         self._weights = None if path is None else Weights(Path(path))
         self._deferred = Deferred(spec.training.seed) if per_rank else None
-        self.script = parts_of_script(spec)
+        self.script = parts_of_script(spec) if script is None else script
         model, loss = self._model(), self._loss()
         call = self.script.program.forward if self.script and spec.model.is_of_script else None
         self.wrapper = ModelWithLoss(model, loss, with_outputs=False, call=call)

@@ -6,28 +6,47 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from pipectl.cli.console import note, plain, show
+from pipectl.errors import CaptureError
+from pipectl.spec import SpecFile
 
 if TYPE_CHECKING:
-    from pipectl.script.findings import Finding
+    from pipectl.script.findings import Finding, Findings
+    from pipectl.script.later import Compared
+    from pipectl.script.parts import Parts
 
 _HEADINGS = {"taken": "found", "left": "not taken over", "differs": "differs"}
 
 
-def take_script(file: Path, arguments: Sequence[str], directory: Path) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Taken:
+    """What was taken from a script.
+
+    Args:
+        parts: of it.
+        found: in them.
+        compared: its first steps with what was recorded.
+        values: for the template of the job file.
+    """
+
+    parts: Parts
+    found: Findings
+    compared: Compared
+    values: dict[str, Any]
+
+
+def take_script(file: Path, arguments: Sequence[str], directory: Path) -> Taken:
     """Run a script up to its first optimizer step, compare the next ones, print what was found, and
     return it.
 
     Args:
         directory: of the job file, from which paths in it count.
-
-    Returns:
-        The values for the template of the job file.
 
     Raises:
         CaptureError: the script fails, or does what no pipeline can follow.
@@ -43,18 +62,46 @@ def take_script(file: Path, arguments: Sequence[str], directory: Path) -> dict[s
     with _output_of_script():
         parts = Parts.of(command)
         note("comparing its first steps with what was recorded")
-        found = findings_of(parts, compare_in_process(command))
+        compared = compare_in_process(command)
+        found = findings_of(parts, compared)
     show(_table(found, file))
     optimizer = [line for line in found.taken if line.what in ("optimizer", "schedule")]
-    return {
+    values = {
         "file": _seen_from(directory, file.resolve()),
         "arguments": [*arguments],
         "directory": "" if here == file.resolve().parent else _seen_from(directory, here),
         "training": found.training,
         "sections": {"data": found.data, "loss": found.loss, "evaluation": found.evaluation},
+        "micro_batches": found.micro_batches or "auto",
         "guessed": found.guessed,
         "comments": [f"Its {line.what}: {line.value}" for line in optimizer],
     }
+    return Taken(parts, found, compared, values)
+
+
+def try_script(taken: Taken, job: Path) -> None:
+    """See whether the job of a script can train as it is written.
+
+    Args:
+        job: its file, which stays to be corrected.
+
+    Raises:
+        CaptureError: it cannot.
+    """
+    from pipectl.profiler.script_steps import try_capture
+    from pipectl.script.findings import unfollowed
+
+    note("capturing the model")
+    spec = SpecFile.read(job).spec()
+    try:
+        if (refusal := unfollowed(taken.parts, taken.found, taken.compared)) is not None:
+            raise refusal
+        with _output_of_script():
+            try_capture(spec, taken.parts)
+    except CaptureError as error:
+        hint = f"{error.hint}\n" if error.hint else ""
+        hint += f"{job} is written: edit it, or correct the script and call init with --force"
+        raise CaptureError(error.message, hint=hint) from error
 
 
 @contextmanager

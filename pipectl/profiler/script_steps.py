@@ -1,20 +1,32 @@
-"""Compares the first steps of a job's script with what was recorded of it, in another process."""
+"""Tries jobs of scripts: compares the first steps with what was recorded of them, in another
+process, and captures the model.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
+import re
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
+import torch
+
+from pipectl.capture import CapturedJob
+from pipectl.capture.job import SMALLEST_EXPORT
 from pipectl.errors import CaptureError
+from pipectl.profiler.effort import measured_sizes
 from pipectl.profiler.processes import print_nothing, start_processes
-from pipectl.script import Command
+from pipectl.profiler.trial import try_job
+from pipectl.runtime.device import set_arithmetic, settle_process
+from pipectl.script import Command, Parts
 from pipectl.script.later import Compared, compare_steps
 from pipectl.script.recorder import at
 from pipectl.spec import JobSpec
 from pipectl.spec.code import Snapshot, active, using
 
 _PATIENCE_S = 600.0
+_PLACE = re.compile(r"\.py:\d+")
+"""Of a message that names a line."""
 
 
 def compare_script(spec: JobSpec) -> tuple[str, ...]:
@@ -34,6 +46,33 @@ def compare_script(spec: JobSpec) -> tuple[str, ...]:
         return ()
     where = f" ({at(compared.place)})" if compared.place is not None else ""
     return (compared.sentence + where,)
+
+
+def try_capture(spec: JobSpec, parts: Parts) -> None:
+    """Capture the model of a job as its profile does, and look at its data.
+
+    Args:
+        parts: of the script, which has run in this process.
+
+    Raises:
+        CaptureError: the profile would refuse the job, with a line of the script.
+    """
+    settle_process(spec.threads)
+    set_arithmetic(spec.training)
+    size = measured_sizes(spec)[0]
+    try:
+        job = CapturedJob(spec, script=parts)
+        job.training_graph(max(size, SMALLEST_EXPORT))
+        least, _ = job.smallest(size)
+        job.check_epoch(None if spec.pipeline.micro_batches is None else size, least)
+        job.check_shapes(max(size, least))
+        try_job(job, max(size, least), torch.device("cpu"))
+    except CaptureError as error:
+        if _PLACE.search(error.message):
+            raise
+        is_of_data = error.message.startswith("data")
+        place = parts.loading.place if is_of_data else parts.program.entries[0].place
+        raise CaptureError(f"{at(place)}: {error.message}", hint=error.hint) from error
 
 
 def compare_in_process(command: Command, *, own_schedule: bool = False) -> Compared:

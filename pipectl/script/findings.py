@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import IterableDataset
 
+from pipectl.errors import CaptureError
 from pipectl.script.halves import Kind, kind_of_loss, refusal_of_half
 from pipectl.script.later import Compared
 from pipectl.script.loops import (
@@ -31,9 +32,13 @@ from pipectl.script.optimizers import follows_evaluations
 from pipectl.script.order import SharedGenerators, described
 from pipectl.script.parts import Modules, Parts
 from pipectl.script.program import Place, name_of
+from pipectl.script.recorder import at
+from pipectl.script.trainings import later_trainings
 from pipectl.spec.types import SCRIPT
 
 _DEFAULT_STEPS = 100
+_NAMED = 3
+"""Later trainings."""
 _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "float16"}
 
 
@@ -51,7 +56,7 @@ class Finding(NamedTuple):
     place: Place | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Findings:
     """What was found.
 
@@ -63,6 +68,7 @@ class Findings:
         data: values of the section ``data``.
         loss: values of the section ``loss``.
         evaluation: values of the section ``evaluation``.
+        micro_batches: of a step, where only these give the script's losses.
         guessed: keys of ``training`` that the script does not say.
     """
 
@@ -73,6 +79,7 @@ class Findings:
     data: dict[str, Any] = field(default_factory=dict)
     loss: dict[str, Any] = field(default_factory=dict)
     evaluation: dict[str, Any] = field(default_factory=dict)
+    micro_batches: int | None = None
     guessed: list[str] = field(default_factory=list)
 
 
@@ -112,21 +119,30 @@ def _add_model(parts: Parts, found: Findings) -> None:
         found.loss["weight"] = kind_of.value
     found.taken.append(Finding("loss", words, last))
     if kind_of is Kind.OTHER:
-        words = (
-            "of a batch is no mean of those of its parts, and each micro-batch has its own: set "
-        )
-        words += "pipeline.micro_batches (1: as in the script), or loss.weight"
-        found.differs.append(Finding("loss", words, last))
+        words = "of a batch is no mean of those of its parts, and each micro-batch has its own"
+        _keep_whole(parts, found, "loss", words, last, " or loss.weight")
     if kind_of is Kind.UNKNOWN and (refusal := refusal_of_half(parts)) is not None:
-        words = f"cannot be computed of a half of a batch ({refusal[0]}): take the number of "
-        words += "samples from the batch (x.size(0)), or set pipeline.micro_batches "
-        words += f"({parts.accumulation}: as in the script)"
-        found.differs.append(Finding("loss", words, refusal[1]))
+        words = f"cannot be computed of a half of a batch ({refusal[0]})"
+        more = ", if the number of samples is taken from the batch (x.size(0))"
+        _keep_whole(parts, found, "loss", words, refusal[1], more)
     if names := list(_batch_norms(parts)):
         words = f"{names[0]}" + (f" and {len(names) - 1} more" if names[1:] else "")
-        words += ": the statistics of a batch norm are those of a micro-batch: set "
-        words += f"pipeline.micro_batches ({parts.accumulation}: as in the script)"
-        found.differs.append(Finding("batch norm", words, calls[0].place))
+        words += ": the statistics of a batch norm are those of a micro-batch"
+        _keep_whole(parts, found, "batch norm", words, calls[0].place)
+
+
+def _keep_whole(
+    parts: Parts, found: Findings, what: str, why: str, place: Place, more: str = ""
+) -> None:
+    """Let the job divide batches as the script does, and say why.
+
+    Args:
+        more: what other numbers of micro-batches need, in words.
+    """
+    found.micro_batches = parts.accumulation
+    words = f"{why}: the job has pipeline.micro_batches: {parts.accumulation}, as the script; "
+    words += f"set more for speed, with other losses{more}"
+    found.differs.append(Finding(what, words, place))
 
 
 def _batch_norms(parts: Parts) -> Iterator[str]:
@@ -179,6 +195,29 @@ def _add_optimizer(parts: Parts, found: Findings) -> None:
         when = "after every step" if every == 1 else f"every {every} steps (an epoch)"
         place = parts.seen.made[id(schedule)][1]
         found.taken.append(Finding("schedule", f"{type(schedule).__name__}, {when}", place))
+
+
+def unfollowed(parts: Parts, found: Findings, compared: Compared) -> CaptureError | None:
+    """Return why no run of the job could read all batches, or make the steps of a schedule; None if
+    one can.
+    """
+    if compared.shapes:
+        return CaptureError(
+            f"{at(parts.loading.place)}: {compared.shapes}, and a job has one shape",
+            hint="pad all samples to one length in the dataset or the collate_fn, and let model "
+            "and loss leave out the padding (a mask, ignore_index)",
+        )
+    for schedule in filter(follows_evaluations, parts.schedules):
+        if schedule.mode != "min" or not found.evaluation:
+            line = _follower(parts, schedule, taken=False)
+            return CaptureError(
+                f"{at(line.place or ('', 0))}: {type(schedule).__name__} needs the loss of "
+                "evaluations, and the job has none that it may follow",
+                hint="set evaluation.data and evaluation.every, with a DataLoader of the script "
+                "(evaluation: {data: {factory: script, kwargs: {loader: val_loader}}, every: 50}); "
+                "or a schedule that follows no loss under lr_scheduler",
+            )
+    return None
 
 
 def _follower(parts: Parts, schedule: Any, *, taken: bool) -> Finding:
@@ -340,6 +379,7 @@ def _add_rest(parts: Parts, found: Findings, compared: Compared) -> None:
         found.left.append(Finding("learning rate", words, place))
     found.differs.extend(_jumps(parts))
     found.differs.extend(_batches(parts, compared))
+    _add_order(parts, found, compared)
     for place in freezes(seen.frames):
         words = "set in the loop: in the job, what is frozen at the first step stays frozen, and "
         words += "nothing else is frozen later"
@@ -351,6 +391,19 @@ def _add_rest(parts: Parts, found: Findings, compared: Compared) -> None:
         words = f"an epoch has {len(parts.loader)} batches, no multiple of {parts.accumulation}: "
         words += "the last step of an epoch takes those that are left"
         found.differs.append(Finding("accumulation", words, seen.stepped))
+
+
+def _add_order(parts: Parts, found: Findings, compared: Compared) -> None:
+    """Say what later epochs, and later trainings of the script, have of their own."""
+    if compared.reorders:
+        words = "of later epochs is another one: the script draws other random numbers in between "
+        words += "(evaluation, dropout); each epoch has every sample as often as in the script"
+        found.differs.append(Finding("order", words, parts.loading.place))
+    made = parts.seen.made_by.get(id(parts.optimizer), ())
+    for place in later_trainings(parts.seen.frames, made)[:_NAMED]:
+        words = "trains after this training, and the job is the first training alone: give what "
+        words += "comes later a script of its own that begins with the weights of this job"
+        found.left.append(Finding("a later training", words, place))
 
 
 def _batches(parts: Parts, compared: Compared) -> Iterator[Finding]:
@@ -379,7 +432,8 @@ def _jumps(parts: Parts) -> Iterator[Finding]:
         yield Finding("batches" if over_data else "steps", words, (file, line))
     own = len(list(_loops_of_job(parts)))
     for file, loop, _ in islice(loops_around(frames), own, own + 1):
-        words = "every round of this loop makes an optimizer: the job is the first round"
+        words = "every round of this loop makes an optimizer: the job is the first round; make "
+        words += "what differs an argument of the script, for a job of each"
         yield Finding("steps", words, (file, loop.lineno))
 
 

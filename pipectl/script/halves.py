@@ -77,12 +77,23 @@ def _losses(parts: Parts, size: int) -> Iterator[tuple[float, float, float, bool
         module.training = False
     last = len(order) - size
     for start in sorted({0, last // 2, last}):
-        samples = [data[index] for index in order[start : start + size]]
-        before, found, half = SharedGenerators(), list[float](), size // 2
-        for part in (samples, samples[:half], samples[half:]):
+        before, found = SharedGenerators(), list[float]()
+        for batch in _whole_and_halves(data, start, size):
             before.restore()
-            found.append(_loss(parts, data.collate_fn(part)))
+            found.append(_loss(parts, batch))
         yield found[0], found[1], found[2], before.have_drawn()
+
+
+def _whole_and_halves(data: Any, start: int, size: int) -> Iterator[dict[str, dict[str, Any]]]:
+    """Yield batches of some samples of the first epoch, and of each half of them.
+
+    Args:
+        data: of the job.
+        start: of the first sample in the epoch.
+        size: samples of the first batch.
+    """
+    samples, half = [data[i] for i in data.order(0)[start : start + size]], size // 2
+    yield from map(data.collate_fn, (samples, samples[:half], samples[half:]))
 
 
 def _loss(parts: Parts, batch: dict[str, dict[str, Any]]) -> float:
@@ -101,15 +112,14 @@ def refusal_of_half(parts: Parts) -> tuple[str, Place] | None:
     if size < _SMALLEST or isinstance(parts.loader.dataset, IterableDataset):
         return None
     try:
-        data = parts.dataset()
-        samples = [data[index] for index in data.order(0)[:size]]
-        _loss(parts, data.collate_fn(samples))
+        batches = _whole_and_halves(parts.dataset(), 0, size)
+        _loss(parts, next(batches))
     except Exception:  # of the script's code
         return None
     finally:
         generators.restore()
     try:
-        _loss(parts, data.collate_fn(samples[: size // 2]))
+        _loss(parts, next(batches))
     except Exception as error:
         lines = traceback.extract_tb(error.__traceback__)
         places = [(x.filename, x.lineno or 0) for x in lines if is_user_code(x.filename)]

@@ -5,6 +5,7 @@
   parameters get zeros that nobody can write to, so that what changes gradients by hand raises.
 - ``clip_grad_norm_`` and ``clip_grad_value_``: the largest norm or value.
 - ``DataLoader.__iter__``: the loader, its batches, and the random numbers it draws from.
+- ``itertools.cycle``: a loader whose first epoch is repeated.
 - ``len`` in modules of the user: the size of a batch (`Recorder.length`).
 - ``DataLoader.__init__``: its samplers; ``set_epoch`` of these: the number of the first epoch.
 - ``GradScaler.scale``, ``unscale_``, ``step``, ``update``: the loss is recorded without a scale.
@@ -31,7 +32,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -141,6 +142,8 @@ class Seen:
         evaluated: iterations over other data between two epochs.
         patience_until: time of the monotonic clock until which a script may run on after that.
         epochs: samplers that the script has told the number of an epoch, and the number.
+        cycled: loaders, by their ids, that ``itertools.cycle`` reads once and then repeats.
+        followed_values: what the script has given to schedules that follow a metric, after steps.
         place: the working directory at the first step.
     """
 
@@ -166,6 +169,8 @@ class Seen:
     evaluated: dict[int, Loading] = field(default_factory=dict)
     patience_until: float = math.inf
     epochs: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    cycled: dict[int, Any] = field(default_factory=dict)
+    followed_values: list[tuple[float, Place]] = field(default_factory=list)
     place: str = ""
     followed: ExitStack = field(default_factory=ExitStack)
     adapted: ExitStack = field(default_factory=ExitStack)
@@ -282,6 +287,8 @@ def _replacements(seen: Seen) -> Iterator[tuple[Any, str, Any]]:
     kinds: tuple[Any, ...] = (Optimizer, ReduceLROnPlateau, *_kinds_of(LRScheduler))
     for owner in kinds:
         yield owner, "__init__", _noting(seen, owner.__init__)
+    yield ReduceLROnPlateau, "step", _following(seen, ReduceLROnPlateau.step)
+    yield itertools, "cycle", _cycling(seen)
     yield torch.autocast, "__init__", _autocasting(seen, torch.autocast.__init__)
     yield GradScaler, "scale", lambda self, outputs: _scale(seen, self, outputs)
     yield GradScaler, "unscale_", lambda *_: None
@@ -355,6 +362,28 @@ def _telling(seen: Seen, original: Callable[..., Any]) -> Callable[..., Any]:
 
     vars(set_epoch)["notes"] = True
     return set_epoch
+
+
+def _cycling(seen: Seen) -> type:
+    class Cycle(itertools.cycle):  # type: ignore[type-arg]
+        """Notes the loader that it repeats."""
+
+        def __new__(cls, iterable: Any) -> Cycle:
+            if isinstance(iterable, DataLoader):
+                seen.cycled[id(iterable)] = iterable
+            return super().__new__(cls, iterable)
+
+    return Cycle
+
+
+def _following(seen: Seen, original: Callable[..., None]) -> Callable[..., None]:
+    def step(self: Any, metrics: Any, *args: Any, **kwargs: Any) -> None:
+        if seen.ends:
+            with suppress(TypeError, ValueError, RuntimeError):
+                seen.followed_values.append((float(metrics), script_place()))
+        original(self, metrics, *args, **kwargs)
+
+    return step
 
 
 def _iterating(seen: Seen, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -50,6 +50,7 @@ from pipectl.script.program import (
 from pipectl.script.recorder import Recorder, Recording, at, memory_of, script_place
 from pipectl.script.run import Command, run_script
 from pipectl.script.unwritten import unwritten
+from pipectl.units import plural
 
 STEPS = 3
 """Of the first epoch."""
@@ -71,6 +72,15 @@ _STATE = (
 )
 _FROM_VALUES = {"tensor", "as_tensor", "from_numpy"}
 _OWN_LOSS = "; or give the job a loss of its own (key loss)"
+_REORDERED = "another order"
+_FOLLOWS_TRAINING = (
+    "ReduceLROnPlateau follows the loss of training, and in a job it follows that of evaluations"
+)
+_FOLLOWS_HINT = (
+    "compute the loss of held-out data of a DataLoader after each epoch, and give it to step(); or "
+    "take a schedule that follows no loss (CosineAnnealingLR, say); or write a job with `script:` "
+    "and a schedule of its own (key lr_scheduler)"
+)
 _SCHEDULE = (
     "let a schedule of torch.optim.lr_scheduler set it, by step() without arguments (LambdaLR "
     "takes any function of the step), once after every step of the optimizer or after every epoch "
@@ -94,6 +104,7 @@ class Compared:
         evaluated: other data that the script reads after an epoch: in words, with their places and
             the names of their loaders.
         others: which steps of the first epoch train on other samples than the job, in words.
+        reorders: whether the second epoch has another order of samples than the job.
     """
 
     steps: int
@@ -105,6 +116,7 @@ class Compared:
     shapes: str = ""
     evaluated: tuple[tuple[str, Place, str], ...] = ()
     others: str = ""
+    reorders: bool = False
 
     @property
     def sentence(self) -> str:
@@ -190,22 +202,16 @@ def compare_steps(command: Command, *, own_schedule: bool = False) -> Compared:
             compared.reason = error.message
     if not seen.ends:  # what is wrong is said where the parts are taken
         return Compared(0, compared.reason)
-    for module, was_training in seen.recorder.training.items():
-        module.training = was_training
+    _set_modes(seen)
     steps = _steps_of(seen)
     _refuse_written(seen, model_of(seen, steps[0].recordings[0]))
     _compare(seen, steps, compared)
     _refuse_changed_options(command, seen, steps, rates)
     compared.epochs = steps[-1].epoch
-    compared.evaluated = tuple(
-        (
-            described(each.loader.dataset),
-            each.place,
-            next(names_of(each.loader, seen.frames), ""),
-        )
-        for each in seen.evaluated.values()
-    )
-    compared.others = _other_samples(taken[0], steps)
+    _refuse_loss_of_training(seen, steps, own_schedule=own_schedule)
+    compared.evaluated = tuple(_evaluated(seen))
+    others = _other_samples(taken[0], steps)
+    compared.others, compared.reorders = others.replace(_REORDERED, ""), others == _REORDERED
     compared.shapes = _other_shape([each for step in steps for each in step.recordings])
     compared.draws = steps[0].recordings[0].draws
     compared.keeps_gradients = len(steps) > 1 and not seen.recorder.drops
@@ -214,6 +220,12 @@ def compare_steps(command: Command, *, own_schedule: bool = False) -> Compared:
     elif not compared.reason:
         compared.reason = f"the script ends after {compared.steps}"
     return compared
+
+
+def _set_modes(seen: Seen) -> None:
+    """Let modules be in training or not as they were when the first step called them."""
+    for module, was_training in seen.recorder.training.items():
+        module.training = was_training
 
 
 class _Step(NamedTuple):
@@ -285,6 +297,26 @@ def _compare(seen: Seen, steps: list[_Step], compared: Compared) -> None:
                 raise _refusal(found._replace(words=f"{found.words} ({words})"))
             raise _refusal(_Difference(recording.place, words))
     compared.steps = sum(step.epoch == 1 for step in steps) if follows_random else 0
+    _refuse_other_accumulation(seen, steps)
+
+
+def _refuse_other_accumulation(seen: Seen, steps: list[_Step]) -> None:
+    """Refuse steps of more or fewer batches than the first one, besides the last of an epoch."""
+    count = len(steps[0].recordings)
+    for step in steps[1:]:
+        last = step.recordings[-1]
+        loading, number = seen.loading_of(last), len(step.recordings)
+        if number == count or loading is None or step.epoch > 1:
+            continue
+        with suppress(TypeError):  # a stream has no length
+            if seen.positions[last.batches[0]] == len(loading.loader) - 1:
+                continue
+        raise CaptureError(
+            f"{at(last.place)}: {step.name} has {plural(number, 'batch')}, and the "
+            f"first step {count}",
+            hint="accumulate as many batches in every step: `if (i + 1) % n == 0:` with i from 0, "
+            "and no remainder of another epoch",
+        )
 
 
 def _other_shape(recordings: list[Recording]) -> str:
@@ -300,19 +332,47 @@ def _other_shape(recordings: list[Recording]) -> str:
     return ""
 
 
+def _evaluated(seen: Seen) -> Iterator[tuple[str, Place, str]]:
+    """Yield what is read between two epochs and no step has trained on; see :class:`Compared`."""
+    loadings = map(seen.loading_of, seen.recorder.recordings)
+    trained = {id(each.loader) for each in loadings if each is not None}
+    for key, each in seen.evaluated.items():
+        if key not in trained:
+            name = next(names_of(each.loader, seen.frames), "")
+            yield described(each.loader.dataset), each.place, name
+
+
+def _refuse_loss_of_training(seen: Seen, steps: list[_Step], *, own_schedule: bool) -> None:
+    """Refuse a schedule that follows the loss of training: a job gives it that of evaluations."""
+    losses = [float(each.value) for step in steps if step.epoch == 1 for each in step.recordings]
+    loading = seen.loading_of(steps[0].recordings[0])
+    counts = {1, len(losses)}
+    with suppress(TypeError):  # without a length
+        counts |= {len(loading.loader), len(loading.loader.dataset)} if loading else set()  # type: ignore[arg-type]
+    size = (loading and loading.loader.batch_size) or 1
+    known = [losses[-1], *(sum(losses) * n / count for n in (1, size) for count in counts)]
+    for value, place in () if own_schedule else seen.followed_values:
+        if any(math.isclose(value, each, rel_tol=1e-6) for each in known):
+            raise CaptureError(f"{at(place)}: {_FOLLOWS_TRAINING}", hint=_FOLLOWS_HINT)
+
+
 def _other_samples(parts: Parts, steps: list[_Step]) -> str:
-    """Say which step of the first epoch reads other samples than the job reads for it."""
+    """Say which step of the first epoch reads other samples than the job reads for it; or, if none
+    does, that the second epoch has another order.
+    """
     if isinstance(parts.loader.dataset, IterableDataset):
         return ""
     data, size, generators = parts.dataset(), parts.batch_size, SharedGenerators()
     for step in steps:
         for recording in step.recordings:
             number = recording.batches[0] if len(recording.batches) == 1 else -1
-            if parts.seen.loadings.get(number) is not parts.loading:
+            loading = parts.seen.loadings.get(number)
+            if loading is None or (step.epoch == 1 and loading is not parts.loading):
                 continue
             first = parts.seen.positions[number] * size
+            order = data.order(step.epoch - 1)
             try:
-                batch = data.collate_fn([data[i] for i in data.order(0)[first : first + size]])
+                batch = data.collate_fn([data[i] for i in order[first : first + size]])
             except CaptureError:
                 raise
             except Exception:  # of the script's code
@@ -323,7 +383,10 @@ def _other_samples(parts: Parts, steps: list[_Step]) -> str:
             read = {**batch["inputs"], **batch["targets"]}
             for path in itertools.chain(*parts.program.batch_leaves()):
                 if not _is_equal(read[name_of(path)], reach(recording.batch, path)):
-                    return f"{name_of(path)} of the batch of {step.name}"
+                    is_first = step.epoch == 1
+                    return (
+                        f"{name_of(path)} of the batch of {step.name}" if is_first else _REORDERED
+                    )
     return ""
 
 

@@ -158,10 +158,15 @@ def _loops_of_function(tree: ast.AST, line: int) -> Iterator[Loop]:
 
 
 def range_of(loop: ast.For, names: Mapping[str, Any]) -> int | None:
-    """How often a loop over a range of known numbers runs."""
+    """How often a loop over a range of known numbers runs, or over one that a variable holds."""
     call: ast.expr | None = loop.iter
     while isinstance(call, ast.Call) and not ast.unparse(call.func).endswith("range"):  # trange
         call = call.args[0] if call.args else None  # tqdm(range(n))
+    if isinstance(call, ast.Name | ast.Attribute):
+        held = value_of(call, names)
+        while not isinstance(held, range) and hasattr(held, "iterable"):  # bar = tqdm(range(n))
+            held = held.iterable
+        return len(held) if isinstance(held, range) else None
     if not isinstance(call, ast.Call):
         return None
     numbers = [_number(arg, names) for arg in call.args]

@@ -103,13 +103,19 @@ class Order:
         start: the random numbers when the script began its first epoch.
         told: the samplers that the script tells the number of an epoch by ``set_epoch``, and that
             of the first one.
+        repeats: whether every epoch is the first one again.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], start: Generators, told: Sequence[tuple[Any, int]] = ()
+        self,
+        loader: DataLoader[Any],
+        start: Generators,
+        told: Sequence[tuple[Any, int]] = (),
+        *,
+        repeats: bool = False,
     ) -> None:
         self._loader, self._start, self._next = loader, start, start
-        self._told = told
+        self._told, self._repeats = told, repeats
         self._count: int | None = None
         """Samples of an epoch."""
         batches: Any = loader.batch_sampler
@@ -126,6 +132,7 @@ class Order:
             CaptureError: its batches are not of the size of the loader's, or it has another number
                 of samples than the first one.
         """
+        epoch = 0 if self._repeats else epoch
         if epoch not in self._epochs:
             if epoch <= self._drawn:
                 self._next, self._drawn = self._start, -1
@@ -153,6 +160,7 @@ class Order:
         finally:
             before.restore()
         sizes, size = list(map(len, drawn)), batch_size_of(self._loader)
+        size = size or next(iter(sizes), None)
         kind = type(self._loader.batch_sampler).__name__
         if size is not None and (set(sizes[:-1]) - {size} or max(sizes, default=0) > size):
             other = next(each for each in sizes if each != size)
@@ -180,6 +188,14 @@ def batch_size_of(loader: DataLoader[Any]) -> int | None:
     if size is None:
         size = getattr(loader.batch_sampler, "batch_size", None)
     return size
+
+
+def size_of_first_batch(loader: DataLoader[Any]) -> int:
+    """Return the samples of a batch of a loader whose sampler of batches does not say so."""
+    before = Generators(loader)
+    size = len(next(iter(loader.batch_sampler or ()), ()))
+    before.restore()
+    return size or 1
 
 
 @contextmanager
@@ -305,9 +321,14 @@ def held_out_samples(loader: DataLoader[Any], collate: Collate) -> HeldOut:
 
 
 def samples_of(
-    loader: DataLoader[Any], collate: Collate, start: Generators, told: Sequence[tuple[Any, int]]
+    loader: DataLoader[Any],
+    collate: Collate,
+    start: Generators,
+    told: Sequence[tuple[Any, int]],
+    *,
+    repeats: bool = False,
 ) -> Any:
-    """Return the dataset of a loader; for ``start`` and ``told`` see :class:`Order`.
+    """Return the dataset of a loader; for ``start``, ``told`` and ``repeats`` see :class:`Order`.
 
     Raises:
         CaptureError: the loader makes no batches of samples.
@@ -320,4 +341,4 @@ def samples_of(
         )
     if isinstance(loader.dataset, IterableDataset):
         return Stream(loader.dataset, collate)
-    return Samples(loader.dataset, collate, Order(loader, start, told))
+    return Samples(loader.dataset, collate, Order(loader, start, told, repeats=repeats))

@@ -23,7 +23,14 @@ from pipectl.script.optimizers import (
     schedules_of,
     steps_with_optimizer,
 )
-from pipectl.script.order import Collate, batch_size_of, held_out_samples, samplers_of, samples_of
+from pipectl.script.order import (
+    Collate,
+    batch_size_of,
+    held_out_samples,
+    samplers_of,
+    samples_of,
+    size_of_first_batch,
+)
 from pipectl.script.program import (
     BATCH,
     Entry,
@@ -139,16 +146,11 @@ class Parts:
         """Batches of the loader in one optimizer step."""
         return len(self.seen.recorder.recordings)
 
-    @property
+    @cached_property
     def batch_size(self) -> int:
         """Samples of the loader's batches."""
         size = batch_size_of(self.loader)
-        if size is None:
-            raise CaptureError(
-                f"{at(self.loading.place)}: the batch_sampler has no batch_size",
-                hint="give the DataLoader a batch_size and a sampler instead",
-            )
-        return int(size)
+        return size_of_first_batch(self.loader) if size is None else int(size)
 
     @property
     def samples_per_step(self) -> int:
@@ -159,7 +161,13 @@ class Parts:
         """Return the training data, in the script's order."""
         inputs, targets = self.program.batch_leaves()
         collate = Collate(self.loader.collate_fn, inputs, targets, self.seen.place)
-        return samples_of(self.loader, collate, self.loading.start, self.told_epochs)
+        return samples_of(
+            self.loader,
+            collate,
+            self.loading.start,
+            self.told_epochs,
+            repeats=id(self.loader) in self.seen.cycled,
+        )
 
     @property
     def told_epochs(self) -> list[tuple[Any, int]]:

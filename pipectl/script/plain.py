@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from pipectl.errors import CaptureError, PipectlError
 from pipectl.files import write_json
 from pipectl.script.hooks import Taken, no_accelerator, one_process
+from pipectl.script.recorder import Here
 from pipectl.script.run import Command, as_main
 from pipectl.spec import load
 from pipectl.units import printable
@@ -81,6 +82,7 @@ def _watched(losses: list[float], steps: int) -> Iterator[None]:
         stack.callback(register_optimizer_step_post_hook(step).remove)
         stack.enter_context(one_process())
         stack.enter_context(no_accelerator())
+        stack.enter_context(Here())
         yield
 
 

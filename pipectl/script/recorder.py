@@ -149,6 +149,18 @@ class Recording:
     draws: bool = False
 
 
+class Here(TorchFunctionMode):
+    """Lets torch compute on the CPU where a script names an accelerator."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch."""
+        if getattr(func, "__name__", "") in _ELSEWHERE:  # tensor.cuda()
+            return args[0]
+        return func(*map(plain_device, args), **_here(dict(kwargs or {})))
+
+
 class Recorder(TorchFunctionMode):
     """Records the steps of a script that runs within it.
 

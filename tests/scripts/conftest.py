@@ -5,6 +5,10 @@ from textwrap import indent
 
 import pytest
 
+from pipectl.script import Command, Parts
+from pipectl.script.findings import findings_of
+from pipectl.script.later import compare_steps
+
 COMMON = """
 import torch
 from torch import nn
@@ -159,6 +163,11 @@ REFUSED |= {
     ),
 }
 REFUSED |= {
+    "steps of one batch and of two": Refused(
+        "step 2 has 2 batches, and the first step 1",
+        f"{LOGITS}    loss.backward()  # here\n    step += 1\n    if step % 2 == 0: continue",
+        "step = 0",
+    ),
     "a batch twice": Refused(
         "step 2 trains on the batch of step 1 again",
         f"    for _ in range(2):\n{indent(LOGITS, '    ')}        loss.backward()  # here\n"
@@ -405,3 +414,13 @@ def followed(request):
 @pytest.fixture(params=list(REFUSED))
 def refused(request):
     return REFUSED[request.param]
+
+
+@pytest.fixture
+def found_in():
+    """``found_in(command)``: what ``init`` finds in a script."""
+
+    def take(command: Command):
+        return findings_of(Parts.of(command), compare_steps(command))
+
+    return take

@@ -8,9 +8,8 @@ import torch
 
 from pipectl.errors import CaptureError
 from pipectl.script import Command, Parts, order
-from pipectl.script.findings import findings_of, steps_of
+from pipectl.script.findings import steps_of
 from pipectl.script.halves import Kind, kind_of_loss
-from pipectl.script.later import compare_steps
 
 ENDS = {
     "counts and breaks": (
@@ -110,20 +109,20 @@ def test_steps_end_where_the_script_counts_them(beginning, tmp_path, name):
     assert known[0] == steps
 
 
-def test_a_break_of_another_kind_is_named(beginning, tmp_path):
+def test_a_break_of_another_kind_is_named(found_in, beginning, tmp_path):
     text = (
         "for epoch in range(2):\n    for x, y in loader:\n        {step}\n        number += 1\n"
         "        if number >= 6: break\n    if epoch > 0 and number > 3: break"
     )
     command = written(tmp_path, beginning, text)
-    found = findings_of(Parts.of(command), compare_steps(command))
+    found = found_in(command)
     assert [each.what for each in found.differs if "`break`" in each.value] == ["steps"]
     assert found.training["steps"] == 6
 
 
-def test_a_loop_over_folds_is_named(beginning, tmp_path):
+def test_a_loop_over_folds_is_named(found_in, beginning, tmp_path):
     command = written(tmp_path, beginning, ENDS["folds"][0])
-    found = findings_of(Parts.of(command), compare_steps(command))
+    found = found_in(command)
     lines = (tmp_path / "script.py").read_text().splitlines()
     named = [each for each in found.differs if "first round" in each.value]
     assert [lines[each.place[1] - 1] for each in named] == ["for fold in range(3):"]
@@ -227,16 +226,16 @@ def test_batches_that_are_no_stacked_samples_are_refused(beginning, tmp_path, ki
     assert "torch.stack" in caught.value.hint
 
 
-def test_what_is_only_computed_of_a_whole_batch_is_named(beginning, tmp_path):
+def test_what_is_only_computed_of_a_whole_batch_is_named(found_in, beginning, tmp_path):
     text = (
         "for x, y in loader:\n    z = model(x)\n"
         "    loss = (z @ z.T - torch.eye(4 * 2)).pow(2).mean()  # here\n"
         "    loss.backward()\n    optimizer.step()"
     )
     command = written(tmp_path, beginning, text)
-    found = findings_of(Parts.of(command), compare_steps(command))
+    found = found_in(command)
     (named,) = [each for each in found.differs if each.what == "loss"]
-    assert "take the number of samples from the batch" in named.value
+    assert "the number of samples is taken from the batch" in named.value
     assert "# here" in (tmp_path / "script.py").read_text().splitlines()[named.place[1] - 1]
 
 
@@ -248,7 +247,7 @@ def test_what_is_only_computed_of_a_whole_batch_is_named(beginning, tmp_path):
     ],
 )
 def test_samples_that_are_others_when_they_are_read_again_are_named(
-    beginning, tmp_path, drawn, what
+    found_in, beginning, tmp_path, drawn, what
 ):
     text = (
         "import numpy as np\nnumbers = np.random.default_rng(3)\n"
@@ -257,7 +256,7 @@ def test_samples_that_are_others_when_they_are_read_again_are_named(
         "for x, y in DataLoader(Noisy(), batch_size=4):\n    {step}"
     )
     command = written(tmp_path, beginning, text)
-    found = findings_of(Parts.of(command), compare_steps(command))
+    found = found_in(command)
     assert [each.what for each in found.differs] == [what]
 
 
@@ -272,7 +271,7 @@ def test_batches_whose_samples_are_not_the_first_dimension_are_refused(beginning
     assert "batch_first=True" in caught.value.hint
 
 
-def test_losses_and_norms_of_whole_batches_are_named(beginning, tmp_path):
+def test_losses_and_norms_of_whole_batches_are_named(found_in, beginning, tmp_path):
     """A mean over some of the tokens is nearly that of the halves."""
     text = (
         "model = nn.Sequential(model, nn.BatchNorm1d(3), nn.BatchNorm1d(3).eval())\n"
@@ -281,11 +280,11 @@ def test_losses_and_norms_of_whole_batches_are_named(beginning, tmp_path):
         "for x, y in loader:\n    {step}"
     )
     command = written(tmp_path, beginning, text)
-    found = findings_of(Parts.of(command), compare_steps(command))
+    found = found_in(command)
     told = {each.what: each.value for each in found.differs}
     assert "no mean of those of its parts" in told["loss"]
     assert told["batch norm"].startswith("1: the statistics")
-    assert "pipeline.micro_batches (1:" in told["batch norm"]
+    assert "pipeline.micro_batches: 1," in told["batch norm"]
 
 
 def test_halves_that_are_alike_by_chance_show_nothing(beginning, tmp_path):
@@ -300,7 +299,7 @@ def test_halves_that_are_alike_by_chance_show_nothing(beginning, tmp_path):
     assert kind_of_loss(Parts.of(written(tmp_path, beginning, text))) is Kind.OTHER
 
 
-def test_batches_that_are_padded_to_other_lengths_are_named(beginning, tmp_path):
+def test_batches_that_are_padded_to_other_lengths_are_named(found_in, beginning, tmp_path):
     text = (
         "def padded(samples):\n    x, y = torch.utils.data.default_collate(samples)\n"
         "    return nn.functional.pad(x, (0, len(order))), y\n"
@@ -309,6 +308,6 @@ def test_batches_that_are_padded_to_other_lengths_are_named(beginning, tmp_path)
         "    criterion(model(x[:, :4]), y).backward(); optimizer.step(); optimizer.zero_grad()"
     )
     command = written(tmp_path, beginning, text)
-    found = findings_of(Parts.of(command), compare_steps(command))
+    found = found_in(command)
     told = {each.what: each.value for each in found.differs}
     assert told["batch"].startswith("0 is [8, 4] in the first batch and [8, 5] in a later one")

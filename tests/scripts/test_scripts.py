@@ -133,16 +133,11 @@ def patched_step(tell):
         handle.remove()
 
 
-def take(command):
-    """Do what ``init`` does."""
-    return findings_of(Parts.of(command), compare_steps(command))
-
-
-def test_what_cannot_be_followed_is_refused_with_its_line(refused, tmp_path):
+def test_what_cannot_be_followed_is_refused_with_its_line(found_in, refused, tmp_path):
     path = tmp_path / "refused.py"
     path.write_text(refused.script)
     with pytest.raises(CaptureError) as caught:
-        take(Command(str(path)))
+        found_in(Command(str(path)))
     line = next(n for n, text in enumerate(refused.script.splitlines(), 1) if "# here" in text)
     assert f"refused.py:{line}" in str(caught.value)
     assert refused.words in str(caught.value)
@@ -252,11 +247,11 @@ def test_batches_and_epochs_of_several_sizes_are_refused(tmp_path, batches, word
         [dataset.order(epoch) for epoch in range(2)]
 
 
-def test_what_a_script_evaluates_is_evaluated_and_its_schedule_follows(plateau, tmp_path):
+def test_what_a_script_evaluates_is_evaluated_and_its_schedule_follows(found_in, plateau, tmp_path):
     path = tmp_path / "plateau.py"
     path.write_text(plateau)
     command = Command(str(path))
-    found = findings_of(Parts.of(command), compare_steps(command))
+    found = found_in(command)
     assert found.evaluation["data"]["kwargs"] == {"loader": "loaders['val']"}
     assert {"evaluation", "schedule"} <= {line.what for line in found.taken}
     job = {
@@ -279,7 +274,9 @@ def test_what_a_script_evaluates_is_evaluated_and_its_schedule_follows(plateau, 
         evaluation_loader(spec, parts_of_script(spec))
 
 
-def test_batches_that_a_loop_skips_and_what_it_freezes_later_are_named(beginning, tmp_path):
+def test_batches_that_a_loop_skips_and_what_it_freezes_later_are_named(
+    found_in, beginning, tmp_path
+):
     path = tmp_path / "skips.py"
     path.write_text(
         f"{beginning}for epoch in range(3):\n"
@@ -292,7 +289,7 @@ def test_batches_that_a_loop_skips_and_what_it_freezes_later_are_named(beginning
         "        optimizer.step()\n"
     )
     command = Command(str(path))
-    found = findings_of(Parts.of(command), compare_steps(command))
+    found = found_in(command)
     lines = path.read_text().splitlines()
     named = [lines[each.place[1] - 1].strip() for each in found.differs if each.place]
     assert [each for each in named if each in ("continue", "break")] == ["continue", "break"]

@@ -23,7 +23,7 @@ from pipectl.batch import (
 )
 from pipectl.cli import options as opt
 from pipectl.cli.console import note, say
-from pipectl.cli.from_script import take_script
+from pipectl.cli.from_script import take_script, try_script
 from pipectl.errors import SchedulerError, SpecError, UsageError
 from pipectl.files import make_directory_of, write_json, write_text
 from pipectl.jobs.output import memory_of_this_machine
@@ -125,7 +125,7 @@ def command(
     text = _render_job(
         name=_name_of_job(model if script is None else f"{script}:"),
         code=code,
-        script=taken,
+        script=taken and taken.values,
         is_example=is_example,
         resources=resources,
         scheduler=batch_system,
@@ -136,6 +136,8 @@ def command(
     )
     starter = {example: _starter_file("model.py.txt")} if is_example else {}
     _write_files({job: text, schema: json_schema(), **starter})
+    if taken is not None:
+        try_script(taken, job)
     elsewhere = "" if reachable or scheduler is not None else " --scheduler local"
     _say_next(job, f"pipectl submit {job} --wait{elsewhere}")
 

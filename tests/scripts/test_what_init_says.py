@@ -1,0 +1,249 @@
+"""What a script trains besides the job, how its epochs are read, and which jobs init refuses."""
+
+import re
+
+import pytest
+
+from pipectl.cli import main
+from pipectl.errors import CaptureError
+from pipectl.profiler import script_steps
+from pipectl.script import Command, Parts
+from pipectl.script.findings import findings_of, steps_of
+from pipectl.script.later import compare_steps
+from pipectl.script.plain import own_losses
+from pipectl.script.trainings import later_trainings
+
+FIT = """
+def fit(model, rate, epochs):
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    for epoch in range(epochs):
+        one_epoch(model, optimizer)
+        if epoch % 2:
+            continue
+def one_epoch(model, optimizer):
+    for x, y in loader:
+        criterion(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return float(criterion(model(x), y))
+class Learner:
+    def __init__(self, rate): self.rate = rate
+    def run(self): fit(model, self.rate, 2)
+def test(model):
+    x, y = next(iter(loader))
+    x.requires_grad_()
+    criterion(model(x), y).backward()
+    return x.grad.sign()
+"""
+LATER = {
+    "another call": ("fit(model, 0.1, 2)\nfit(model, 0.01, 2)  # here", 1),
+    "in a function": (
+        "def main():\n    fit(model, 0.1, 2)\n    fit(model, 0.01, 2)  # here\nmain()",
+        1,
+    ),
+    "a loop below": (
+        "fit(model, 0.1, 2)\nslow = torch.optim.SGD(model.parameters(), lr=0.01)\n"
+        "for x, y in loader:\n    criterion(model(x), y).backward()\n"
+        "    slow.step()  # not the line: the statement that does both is",
+        0,
+    ),
+    "of objects": ("Learner(0.1).run()\nlearner = Learner(0.01)\nlearner.run()  # here", 1),
+    "within an if": (
+        "if True:\n    fit(model, 0.1, 2)\nelse:\n    fit(model, 1.0, 1)\n"
+        "if len(loader):\n    fit(model, 0.01, 1)  # here",
+        1,
+    ),
+    "none": ("fit(model, 0.1, 2)\nmodel.train()\nmodel.eval()\ntest(model)", 0),
+    "none in the next epoch": (
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nfor epoch in range(3):\n"
+        "    one_epoch(model, optimizer)\n    one_epoch(model, optimizer)\n    test(model)",
+        0,
+    ),
+    "of a library": (
+        "class Trainer:\n    def __init__(self, model): pass\n"
+        "fit(model, 0.1, 2)\ntrainer = Trainer(model)\ntrainer.train()  # here",
+        1,
+    ),
+}
+"""Scripts, and how many of the marked lines train once the job's training is over."""
+
+
+def written(tmp_path, beginning, text):
+    path = tmp_path / "script.py"
+    path.write_text(f"{beginning}{text}\n")
+    return Command(str(path))
+
+
+def lines_of(tmp_path, places):
+    lines = (tmp_path / "script.py").read_text().splitlines()
+    return [lines[line - 1] for _, line in places]
+
+
+@pytest.mark.parametrize("name", [name for name in LATER if name != "a loop below"])
+def test_what_trains_after_the_jobs_training_is_named(beginning, tmp_path, name):
+    text, count = LATER[name]
+    parts = Parts.of(written(tmp_path, beginning, FIT + text))
+    made = parts.seen.made_by[id(parts.optimizer)]
+    found = lines_of(tmp_path, later_trainings(parts.seen.frames, made))
+    assert len(found) == count
+    assert all("# here" in line for line in found)
+
+
+def test_init_says_that_the_job_is_the_first_training(found_in, beginning, tmp_path):
+    text, _ = LATER["a loop below"]
+    found = found_in(written(tmp_path, beginning, FIT + text))
+    (named,) = [each for each in found.left if each.what == "a later training"]
+    assert lines_of(tmp_path, [named.place]) == ["for x, y in loader:"]
+    assert "the job is the first training alone" in named.value
+
+
+def test_epochs_of_a_loader_that_cycle_repeats_are_the_first_one(beginning, tmp_path):
+    text = (
+        "from itertools import cycle\nbatches = cycle(loader)\nfor number in range(9):\n"
+        "    x, y = next(batches)\n    criterion(model(x), y).backward()\n    optimizer.step()"
+    )
+    data = Parts.of(written(tmp_path, beginning, text)).dataset()
+    assert [*data.order(0)] == [*data.order(1)] == [*data.order(5)]
+    text = text.replace("cycle(loader)", "iter(loader)")
+    data = Parts.of(written(tmp_path, beginning, text)).dataset()
+    assert [*data.order(0)] != [*data.order(1)]
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        "range(20)",
+        "type('Bar', (), dict(iterable=range(20), __iter__=lambda s: iter(s.iterable)))()",
+    ],
+)
+def test_steps_of_a_range_that_a_variable_holds_are_counted(beginning, tmp_path, held):
+    text = (
+        f"steps = {held}\nbatches = iter(loader)\nfor number in steps:\n    try:\n"
+        "        x, y = next(batches)\n    except StopIteration:\n"
+        "        batches = iter(loader)\n        x, y = next(batches)\n"
+        "    criterion(model(x), y).backward()\n    optimizer.step()"
+    )
+    known = steps_of(Parts.of(written(tmp_path, beginning, text)))
+    assert known is not None
+    assert known[0] == 20
+
+
+def test_a_sampler_of_batches_need_not_say_their_size(beginning, tmp_path):
+    text = (
+        "class Buckets(torch.utils.data.Sampler):\n    def __init__(self): pass\n"
+        "    def __len__(self): return 4\n"
+        "    def __iter__(self):\n"
+        "        for part in torch.randperm(32).split(8): yield part.tolist()\n"
+        "for x, y in DataLoader(data, batch_sampler=Buckets()):\n"
+        "    criterion(model(x), y).backward()\n    optimizer.step()"
+    )
+    parts = Parts.of(written(tmp_path, beginning, text))
+    assert parts.batch_size == 8
+    assert sorted(parts.dataset().order(1)) == [*range(32)]
+
+
+def test_a_script_by_itself_computes_on_the_cpu_too(beginning, tmp_path):
+    text = (
+        "model.to('cuda')\nfor x, y in loader:\n"
+        "    criterion(model(x.cuda()), y.to('cuda:0')).backward()\n    optimizer.step()"
+    )
+    assert len(own_losses(written(tmp_path, beginning, text), 2)) == 2
+
+
+EPOCHS = (
+    "held_out = DataLoader(data, batch_size=8)\nfor epoch in range(3):\n    for x, y in loader:\n"
+    "        criterion(model(x), y).backward()\n        optimizer.step()\n"
+    "        optimizer.zero_grad()\n"
+)
+EVALUATION = "    with torch.no_grad():\n        for x, y in held_out: criterion(model(x), y)\n"
+
+
+@pytest.mark.parametrize("evaluation", ["", EVALUATION])
+def test_another_order_of_later_epochs_is_named(found_in, beginning, tmp_path, evaluation):
+    """To read other data draws random numbers, too."""
+    found = found_in(written(tmp_path, beginning, EPOCHS + evaluation))
+    assert [each.what for each in found.differs] == (["order"] if evaluation else [])
+
+
+def test_a_loader_that_every_epoch_makes_is_no_evaluation(beginning, tmp_path):
+    text = EPOCHS.replace("in loader:", "in DataLoader(data, 8, shuffle=True):")
+    assert compare_steps(written(tmp_path, beginning, text)).evaluated == ()
+
+
+SCHEDULE = "follower = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)\n"
+
+
+@pytest.mark.parametrize("value", ["total / len(loader)", "total", "loss", "total * 8 / len(data)"])
+def test_a_schedule_that_follows_the_loss_of_training_is_refused(
+    found_in, beginning, tmp_path, value
+):
+    text = (
+        f"{SCHEDULE}for epoch in range(3):\n    total = 0.0\n    for x, y in loader:\n"
+        "        optimizer.zero_grad()\n        loss = criterion(model(x), y)\n"
+        "        loss.backward()\n        optimizer.step()\n        total += loss.item()\n"
+        f"    with torch.no_grad():\n        for x, y in DataLoader(data, 8): model(x)\n"
+        f"    follower.step({value})  # here"
+    )
+    with pytest.raises(CaptureError, match="follows the loss of training") as caught:
+        found_in(written(tmp_path, beginning, text))
+    line = text[: text.index("# here")].count("\n") + beginning.count("\n") + 1
+    assert f"script.py:{line}: " in str(caught.value)
+
+
+PACKED = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.out = nn.LSTM(1, 4, batch_first=True), nn.Linear(4, 3)
+    def forward(self, x, lengths):
+        packed = nn.utils.rnn.pack_padded_sequence(
+            x[:, :, None], lengths.cpu(), batch_first=True, enforce_sorted=False
+        )
+        return self.out(self.rnn(packed)[1][0][-1])
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x, y in loader:
+    criterion(model(x, y + 1), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+PADDED = """
+def padded(samples):
+    x, y = torch.utils.data.default_collate(samples)
+    return nn.functional.pad(x, (0, int(y.max()))), y
+for x, y in DataLoader(data, batch_size=2, collate_fn=padded):
+    criterion(model(x[:, :4]), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (PACKED, r"script.py:\d+: .* it packs sequences"),
+        (PADDED, r"script.py:\d+: 0 is .*, and a job has one shape"),
+        (SCHEDULE + EPOCHS, r"script.py:\d+: ReduceLROnPlateau needs the loss of evaluations"),
+    ],
+    ids=["packed", "padded", "schedule"],
+)
+def test_init_refuses_what_no_rank_could_train(
+    capfd, monkeypatch, beginning, tmp_path, text, words
+):
+    """The job is written all the same, so that its keys can be changed."""
+    monkeypatch.setattr(script_steps, "compare_in_process", compare_steps)
+    monkeypatch.chdir(tmp_path)
+    command = written(tmp_path, beginning, text)
+    assert main(["init", "run", "--script", command.file, "--scheduler", "local"]) == 3
+    assert re.search(words, capfd.readouterr().err)
+    assert (tmp_path / "run" / "job.yaml").exists()
+
+
+def test_batches_that_must_stay_whole_do_in_the_job(beginning, tmp_path):
+    text = (
+        "for x, y in loader:\n    z = model(x)\n"
+        "    loss = (z @ z.T - torch.eye(len(z))).pow(2).mean()\n"
+        "    loss.backward()\n    optimizer.step()"
+    )
+    command = written(tmp_path, beginning, text)
+    assert findings_of(Parts.of(command), compare_steps(command)).micro_batches == 1
