@@ -301,9 +301,11 @@ def _compare(seen: Seen, steps: list[_Step], compared: Compared) -> None:
 
 
 def _refuse_other_accumulation(seen: Seen, steps: list[_Step]) -> None:
-    """Refuse steps of more or fewer batches than the first one, besides the last of an epoch."""
+    """Refuse steps of more or fewer batches than the first one, besides the last of an epoch, which
+    may have been cut short.
+    """
     count = len(steps[0].recordings)
-    for step in steps[1:]:
+    for step in steps[1:STEPS]:
         last = step.recordings[-1]
         loading, number = seen.loading_of(last), len(step.recordings)
         if number == count or loading is None or step.epoch > 1:
