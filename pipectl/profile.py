@@ -73,9 +73,10 @@ class Profile(DataFile):
         coupled: operators, except the loss, that compute over all samples (e.g. batch norm).
         carried: buffers that a forward writes and later forwards read, each with the operator that
             writes it last; replicas write copies of their own.
-        own_code: operators that run code whose backward may differ between micro-batches
-            (submodules that stay one operator, branches): a stage with one recomputes if its
-            backward is on another rank.
+        own_code: operators that run code that another rank can run backwards only after their
+            forward, since it may differ between micro-batches (submodules that stay one operator,
+            branches) or keeps tensors in attributes (autograd functions): a stage with one
+            recomputes if its backward is on another rank.
         smallest: the smallest micro-batch that the model takes; null if it takes single samples.
         epoch: samples of an epoch, those of each length in ``data.buckets`` alone; empty if the
             data are iterable, or not known.

@@ -202,6 +202,7 @@ class _Profiling:
         self._job, self._effort, self._sizes = job, effort, sizes
         self._journal, self._device = journal, device
         self._assumptions: list[str] = []
+        self._hiding: set[str] = set()
         self._in_pieces = job.is_deferred
         self._graph = job.training_graph(sizes[0])
         journal.match(self._graph.fingerprint)
@@ -292,6 +293,7 @@ class _Profiling:
         total = len(subject.graph.operators)
         done = iter(range(1, 1 + total))
         measured = walk.measure(lambda name: self._work.advance(part, next(done) / total, name))
+        self._hiding |= walk.hiding
         self._work.end(part)
         return measured
 
@@ -347,7 +349,11 @@ class _Profiling:
             key=profile_key(spec),
             coupled=tuple(operators[name].name for name in coupled),
             carried=tuple((own_name(name), node) for name, node in graph.carried.items()),
-            own_code=tuple(node.name for node in graph.operators if runs_own_code(node)),
+            own_code=tuple(
+                node.name
+                for node in graph.operators
+                if runs_own_code(node) or node.name in self._hiding
+            ),
         )
 
     def _with_loading(self, profile: Profile, loading_s: Mapping[int, float]) -> Profile:

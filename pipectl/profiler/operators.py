@@ -32,7 +32,14 @@ from pipectl.profiler.journal import Journal
 from pipectl.profiler.machine import clock_of, record_allocated
 from pipectl.runtime.casts import use_cast
 from pipectl.runtime.device import Device, release_freed_memory
-from pipectl.torch_api import ATTENTION_ON_CPU, ATTENTION_ON_CPU_BACKWARD, identity_of, pytree
+from pipectl.runtime.saved_tensors import hides_values, nodes_behind
+from pipectl.torch_api import (
+    ATTENTION_ON_CPU,
+    ATTENTION_ON_CPU_BACKWARD,
+    edge_of,
+    identity_of,
+    pytree,
+)
 
 _MIN_REPEATS, _MAX_REPEATS = 3, 15
 _LONG_S = 2.0
@@ -51,12 +58,14 @@ class Run(NamedTuple):
 
     Args:
         leaves: the flattened arguments: aliases or copies of the call's own.
+        roots: tensors of the result with which its backward began.
         seeds: gradients with which its backward began.
         gradients: of the arguments that require one, in order; none if there was no backward.
     """
 
     result: Any
     leaves: list[Any]
+    roots: list[Tensor]
     seeds: list[Tensor]
     gradients: Sequence[Tensor | None]
 
@@ -107,7 +116,7 @@ class Call:
         gradients: Sequence[Tensor | None] = ()
         if with_gradient and roots:
             gradients = torch.autograd.grad(roots, with_gradient, seeds, allow_unused=True)
-        return Run(result, leaves, seeds, gradients)
+        return Run(result, leaves, roots, seeds, gradients)
 
 
 @dataclass(frozen=True)
@@ -126,6 +135,7 @@ class Pattern:
         made_bytes: storages that the result creates.
         forward_bytes, backward_bytes: maximum of live bytes.
         gradients: (argument, bytes of memory that its gradient creates).
+        hides: whether its backward reads what an autograd function keeps in attributes.
         flops: of both passes.
         times: seconds of both passes; 0 if they were not measured.
     """
@@ -138,6 +148,7 @@ class Pattern:
     forward_bytes: int
     backward_bytes: int
     gradients: list[tuple[int, int]]
+    hides: bool = False
     flops: int = 0
     times: tuple[float, float] = (0.0, 0.0)
 
@@ -199,6 +210,7 @@ def observe(call: Call, device: torch.device, casts: Mapping[int, Tensor]) -> tu
         forward.peak_bytes - arguments.end_bytes,
         backward.peak_bytes - seeds.end_bytes,
         gradients,
+        any(map(hides_values, nodes_behind(map(edge_of, run.roots)))),
     )
     return result, pattern
 
@@ -246,6 +258,9 @@ class Walk:
     Args:
         budget_s: seconds for the times of each operator; None measures no times.
         journal: keeps the times.
+
+    Attributes:
+        hiding: operators whose backward reads what an autograd function keeps in attributes.
     """
 
     def __init__(
@@ -259,6 +274,7 @@ class Walk:
         self._constants = {n: t.to(self._device) for n, t in self._graph.constants.items()}
         states = [self._outline(state) for state in self._graph.states.values()]
         self._state_storages = set(storages_in(states))
+        self.hiding: set[str] = set()
         self._patterns: dict[Any, Pattern] = {}
         self._values: dict[fx.Node, Any] = {}
         self._storage_names: dict[fx.Node, str] = {}
@@ -398,6 +414,8 @@ class Walk:
         What is kept has the name of the value whose memory it is, so that no stage counts it twice.
         """
         graph, known = self._graph, self._graph.states
+        if pattern.hides:
+            self.hiding.add(node.name)
         sources = pytree.tree_leaves(  # for every argument, the value or parameter it comes from
             fx.node.map_arg(
                 (node.args, node.kwargs),

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
+from torch.autograd.graph import Node, saved_tensors_hooks
 
 from pipectl.capture import Cut, Slot
 from pipectl.capture.opaque import Opaque
@@ -41,19 +41,17 @@ from pipectl.runtime.casts import SharedCasts
 from pipectl.runtime.device import Device
 from pipectl.runtime.layout import Layout, Tensors
 from pipectl.runtime.offload import Mover
-from pipectl.runtime.saved_tensors import bytes_of, unpack
+from pipectl.runtime.saved_tensors import bytes_of, hides_values, nodes_behind, unpack
 from pipectl.runtime.segment import BoundCode, ForwardInputs, Live, MicroBatch, Segment
 from pipectl.runtime.stage import Key, Stage
 from pipectl.runtime.transport import Wire
-from pipectl.torch_api import function_of, pytree
+from pipectl.torch_api import function_of
 
 BUNDLED_BYTES = 8 << 10
 """Memories below this size travel together: a separate message would cost more than a copy."""
 _ALIGNMENT = 16
 _MAX_PLACES = 512
 _TOGETHER = "set pipeline.backward to together: its backward has to stay with its forward"
-_PLAIN = (int, float, str, type(None), torch.dtype, torch.device)
-"""Types of attributes that an autograd function may have: their values agree on both ranks."""
 
 
 class View(NamedTuple):
@@ -259,18 +257,6 @@ class Graph(Live):
         return value
 
 
-def nodes_behind(edges: Iterable[GradientEdge]) -> list[Node]:
-    """All nodes of an autograd graph, each once, in an order that depends on its edges alone."""
-    nodes: dict[Node, None] = {}
-    waiting = [edge.node for edge in edges]
-    while waiting:
-        node = waiting.pop()
-        if node not in nodes:
-            nodes[node] = None
-            waiting += [after for after, _ in node.next_functions if after is not None]
-    return list(nodes)
-
-
 def _is_read_once(node: Node) -> bool:
     """Whether it reads each saved tensor once: true of all but the user's own functions."""
     function = function_of(node)
@@ -280,13 +266,12 @@ def _is_read_once(node: Node) -> bool:
 def _check_functions(stage: int, nodes: Sequence[Node]) -> None:
     """Refuse autograd functions that keep values in attributes, which cannot be sent."""
     for node in nodes:
-        kept: dict[str, Any] = getattr(node, "__dict__", {})
-        if not all(isinstance(leaf, _PLAIN) for leaf in pytree.tree_leaves(kept)):
+        if hides_values(node):
             raise MismatchError(
                 f"plan.json: stages[{stage}] has its backward on another rank, but "
                 f"{node.name()} keeps more than numbers as attributes",
-                hint="keep tensors with ctx.save_for_backward(), or set pipeline.backward to "
-                "together",
+                hint="keep tensors with ctx.save_for_backward(); or set pipeline.recompute to "
+                "all, or pipeline.backward to together",
             )
 
 

@@ -48,8 +48,7 @@ from pipectl.runtime.device import choose_device, set_arithmetic, settle_process
 from pipectl.runtime.finite import BufferCheck, norms_of, not_finite
 from pipectl.runtime.gradients import gradients_of
 from pipectl.runtime.optimizer import Updater, make_updater, refuse_half_parameters
-from pipectl.runtime.pipefb import nodes_behind
-from pipectl.runtime.saved_tensors import run_backward
+from pipectl.runtime.saved_tensors import nodes_behind, run_backward
 from pipectl.spec import JobSpec, load
 from pipectl.torch_api import edge_of, number_of, pytree
 from pipectl.units import printable

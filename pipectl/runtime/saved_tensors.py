@@ -25,7 +25,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 
 from pipectl.capture.patches import hooks_on_saved_tensors
 from pipectl.capture.refusals import Refusal
@@ -33,7 +33,10 @@ from pipectl.capture.tensors import storage_of
 from pipectl.runtime.layout import Layout
 from pipectl.runtime.offload import Mover, Place
 from pipectl.schedule import Kind
-from pipectl.torch_api import StorageWeakRef, is_zero_tensor, run_engine
+from pipectl.torch_api import StorageWeakRef, is_zero_tensor, pytree, run_engine
+
+_PLAIN = (int, float, str, type(None), torch.dtype, torch.device)
+"""Types of attributes that an autograd function may have: their values agree on both ranks."""
 
 
 def run_backward(
@@ -78,6 +81,27 @@ def gradients_of(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of ``inputs``, and keep the graph for further backwards."""
     return run_engine([root], [gradient], inputs, keep_graph=True, accumulate=False)
+
+
+def nodes_behind(edges: Iterable[GradientEdge]) -> list[Node]:
+    """All nodes of an autograd graph, each once, in an order that depends on its edges alone."""
+    nodes: dict[Node, None] = {}
+    waiting = [edge.node for edge in edges]
+    while waiting:
+        node = waiting.pop()
+        if node not in nodes:
+            nodes[node] = None
+            waiting += [after for after, _ in node.next_functions if after is not None]
+    return list(nodes)
+
+
+def hides_values(node: Node) -> bool:
+    """Whether a node is an autograd function that keeps more than numbers in attributes.
+
+    Tensors there are no saved tensors, so that no other rank gets them.
+    """
+    kept: dict[str, Any] = getattr(node, "__dict__", {})
+    return not all(isinstance(leaf, _PLAIN) for leaf in pytree.tree_leaves(kept))
 
 
 def clone_shared(leaves: Iterable[Tensor], others: Iterable[Tensor | None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,6 +39,45 @@ class Unpooled(Counted):
         pooled, places = nn.functional.max_pool2d(x.view(-1, 1, 2, 3), (2, 1), return_indices=True)
         back = nn.functional.max_unpool2d(pooled, places, (2, 1), output_size=(2, 3))
         return super().forward(back.view(-1, 6))
+
+
+class Squares(torch.autograd.Function):
+    """Keeps its input where it is asked to: saved for the backward, or in an attribute."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, power: float, is_saved: bool) -> Tensor:
+        ctx.power = power
+        if is_saved:
+            ctx.save_for_backward(x)
+        else:
+            ctx.x = [x]
+        return x**power
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (x,) = ctx.saved_tensors or ctx.x
+        return ctx.power * x * gradient, None, None
+
+
+@torch.library.custom_op("pipectl_tests::square", mutates_args=())
+def square(x: Tensor) -> Tensor:
+    return x * x
+
+
+square.register_fake(torch.empty_like)
+
+
+def keep_input(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    (ctx.x,) = inputs
+
+
+square.register_autograd(lambda ctx, gradient: 2 * ctx.x * gradient, setup_context=keep_input)
+
+
+class Hiding(Counted):
+    def forward(self, x: Tensor) -> Tensor:
+        x = Squares.apply(super().forward(x).tanh(), 2.0, True)
+        return square(Squares.apply(x.tanh(), 2.0, False).tanh())
 
 
 class Drawn(nn.Module):

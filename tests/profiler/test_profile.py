@@ -208,6 +208,14 @@ def test_sizes_are_those_that_all_norms_take(spec_of: Any) -> None:
         )
 
 
+def test_functions_that_keep_tensors_in_attributes_are_told(profiled: Any) -> None:
+    """No other rank gets these: stages whose backward is elsewhere recompute."""
+    profile = profiled("Hiding")
+    functions = [each.id for each in profile.operators if each.id.startswith("squares")]
+    assert len(functions) == 2
+    assert profile.own_code == (functions[1], "square")
+
+
 def test_values_in_mixed_precision_take_half_the_bytes(counted: Profile, profiled: Any) -> None:
     mixed = profiled("Counted", **training(precision="bf16"))
     pairs = zip(counted.operators, mixed.operators, strict=True)

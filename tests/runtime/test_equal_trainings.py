@@ -65,6 +65,11 @@ KEPT_APART = {
     "pipeline": {"micro_batches": 2, "stages": 1, "backward": "apart"},
 }
 """The plan has to recompute: no other rank can follow code that runs as it is."""
+HIDING_APART = {
+    **of("Hiding"),
+    "pipeline": {"micro_batches": 2, "stages": 1, "backward": "apart"},
+}
+"""It has to recompute, too: what a function keeps in attributes does not travel."""
 UNEQUAL = {
     **of("Model", "Counted"),
     "loss": f"{PARTS}:counted_loss",
@@ -78,6 +83,7 @@ TRAININGS: dict[str, tuple[int, dict[str, Any], float]] = {
     "a loss with weights of its own": (2, {**of("Model"), "loss": f"{PARTS}:Tempered"}, 0.0),
     "checkpointed as one operator": (2, of("Checkpointed", opaque=["part"]), 0.0),
     "checkpointed as one operator, backwards apart": (2, KEPT_APART, 0.0),
+    "tensors in attributes, backwards apart": (2, HIDING_APART, 0.0),
     "reentrant": (2, of("Checkpointed", opaque=["part"], kwargs={"reentrant": True}), 0.0),
     "more than tensors in a state dict": (2, of("Described"), 0.0),
     "a smaller last micro-batch": (2, UNEQUAL, 0.0),
