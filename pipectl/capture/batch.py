@@ -104,6 +104,11 @@ class Reader:
         shapes = {name: graph.input_shape(name, 0, length) for name in tensors}
         self._forms = {name: (shapes[name][1:], t.dtype) for name, t in tensors.items()}
 
+    @property
+    def has_fixed(self) -> bool:
+        """Whether the graph depends on numbers of a batch, or on what else it holds."""
+        return len(self.checked) > len(self._forms) or bool(self._graph.beside.fixed)
+
     def read(self, batch: Any) -> dict[str, Any]:
         """Return tensors and numbers by name.
 
@@ -179,6 +184,7 @@ class Reader:
             (_kind(v), self._graph.places[name]): name for name, v in captured if _kind(v)
         }
         if batch_leaves.keys() == captured_leaves.keys():
+            self._refuse_other_items(batch)
             return {name: batch_leaves[key] for key, name in captured_leaves.items()}
         differences = [
             f"{_describe(*key)} is missing" for key in captured_leaves if key not in batch_leaves
@@ -192,6 +198,18 @@ class Reader:
             hint="all batches must have the same tensors under the same keys, each with the batch "
             "as its first dimension",
         )
+
+    def _refuse_other_items(self, batch: Any) -> None:
+        beside = self._graph.beside
+        difference = beside.difference(batch, may_have_more=self._section != "data")
+        if difference is not None:
+            raise CaptureError(
+                f"{self._section}: a batch differs from the training batch that was captured: "
+                f"{difference}, and the model or the loss computes something else for it",
+                hint="take the number of samples from a tensor (len(x)); let all batches have the "
+                "same keys, texts in the same places, and None in the same places, or tensors in "
+                "their place",
+            )
 
 
 def by_name(graph: CapturedGraph, batch: Any, *, training: bool = True) -> dict[str, Any]:

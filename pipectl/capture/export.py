@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any
@@ -20,7 +21,17 @@ from torch.export.graph_signature import InputKind
 from pipectl.capture.buckets import field_of
 from pipectl.capture.checks import drop_conditions
 from pipectl.capture.fallback import KeptModules, recorded_calls
-from pipectl.capture.leaves import exportable, is_choice, other_choices
+from pipectl.capture.leaves import (
+    TURNS,
+    Beside,
+    exportable,
+    is_choice,
+    items_of,
+    kind_of,
+    other_choices,
+    other_items,
+    without_keys,
+)
 from pipectl.capture.model_with_loss import ModelWithLoss, own_name
 from pipectl.capture.opaque import Opaque
 from pipectl.capture.patches import Recorder, patched_export
@@ -39,6 +50,8 @@ from pipectl.torch_api import CHECKS, OpOverload, pytree, schema_of
 
 _SAMPLES, _POSITIONS = 0, 1
 """Dimensions of a batch that an export may leave free: the second one of padded fields only."""
+_MAX_ITEMS = 8
+"""Of a batch that are tried one by one."""
 _MANY_STEPS = 2520
 """After which a count is a multiple of all up to ten, but no loop over it is too long to trace."""
 
@@ -49,8 +62,9 @@ def export_model(
     targets: Any,
     kept: KeptModules,
     padded: Collection[str] = (),
-) -> ExportedProgram:
-    """Return the graph of one micro-batch, in the wrapper's current mode (training or evaluation).
+) -> tuple[ExportedProgram, Beside]:
+    """Return the graph of one micro-batch, and on what else of the batch it depends, in the
+    wrapper's current mode (training or evaluation).
 
     The batch dimension (0) of every tensor is free if the model allows it, and so is the sequence
     dimension (1) of padded fields; if the model specialises a size, the graph is valid for this
@@ -84,12 +98,14 @@ def export_model(
             if changes:
                 _refuse_carried(wrapper, batch, kept, free, program, changes)
             _refuse_choices(wrapper, batch, kept, free, program)
+            sizes = partial(_free, padded=padded, dimensions=dimensions)
+            beside = _beside(wrapper, batch, kept, sizes, program)
         except CaptureError:
             raise
         except Exception as error:
             failure = failure or error
         else:
-            return program
+            return program, beside
     assert failure is not None
     raise explain(failure) from failure
 
@@ -119,6 +135,36 @@ def _refuse_choices(
         place = _difference(_lines(program), _lines(again))
         if place is not None:
             raise Refusal.TEXT.error(place)
+
+
+def _beside(
+    wrapper: ModelWithLoss,
+    batch: tuple[Any, Any],
+    kept: KeptModules,
+    free: Callable[[Any], Any],
+    program: ExportedProgram,
+) -> Beside:
+    """Find on which items of a batch that are no tensors and numbers a program depends: it is
+    another one, or none, with others.
+    """
+    kinds = {place: kind_of(item) for place, item in items_of(batch).items()}
+    if not kinds:
+        return Beside()
+
+    def depends(others: Any) -> bool:
+        try:
+            again, _ = _program(wrapper, others, kept, free(others))
+        except Exception:
+            return True
+        return _difference(_lines(program), _lines(again)) is not None
+
+    fixed = set(kinds)
+    if not any(depends(other_items(batch, turn, fixed)) for turn in range(TURNS)):
+        fixed.clear()
+    elif 1 < len(fixed) <= _MAX_ITEMS:
+        alone = ((place, turn) for place in kinds for turn in range(TURNS))
+        fixed = {place for place, turn in alone if depends(other_items(batch, turn, {place}))}
+    return Beside(kinds, frozenset(fixed), depends(without_keys(batch)))
 
 
 def _refuse_carried(
@@ -244,6 +290,8 @@ def _lines(program: ExportedProgram) -> list[tuple[str, str]]:
                 reading[names.get(node.name, "")] = next(places, "")
                 continue
             target = getattr(node.target, "__name__", node.target)
+            if isinstance(node.target, Opaque):
+                target = f"{target}{node.target.kinds}"
             given = fx.map_arg((node.args, node.kwargs), numbers.__getitem__)
             lines.append((f"{number} = {target}{given}", place_of_node(node)))
     for i, name in enumerate(name for name in constants if name in reading):

@@ -22,6 +22,7 @@ from torch.export.graph_signature import InputKind
 from pipectl.capture.buckets import field_of
 from pipectl.capture.factories import is_torch_code
 from pipectl.capture.fake_run import FakeRun
+from pipectl.capture.leaves import Beside
 from pipectl.capture.model_with_loss import copy_assigned
 from pipectl.capture.operators import calling_module
 from pipectl.capture.refusals import Refusal, place_of_node
@@ -94,6 +95,7 @@ class CapturedGraph:
             the first such operator, and the last that writes, by the value's name.
         carried: full names of the buffers that a run changes and that the loss of later runs
             depends on, each with the operator of its last write; see :mod:`.carried`.
+        beside: what else the exported micro-batch held, and what of it the graph depends on.
         samples: of the exported micro-batch; if ``fixed``, the only number for which the graph is
             valid.
         length: the exported sequence length; others are valid if the length is free.
@@ -106,13 +108,14 @@ class CapturedGraph:
         states: Mapping[str, Tensor],
         tied: Mapping[str, str],
         example: tuple[Any, Any],
+        beside: Beside,
         samples: int,
         length: int = 0,
         padded: Collection[str] = (),
     ) -> None:
         self.root = program.graph_module
         self.graph = program.graph
-        self.samples, self.length = samples, length
+        self.samples, self.length, self.beside = samples, length, beside
         self.states, self.inputs = _placeholders(program, tied)
         leaves, _ = pytree.tree_flatten_with_path(example)
         self.places: dict[str, Place] = {

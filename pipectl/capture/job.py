@@ -287,9 +287,14 @@ class CapturedJob:
             CaptureError: naming the tensor and both shapes; or the model computes something else
                 for sequences of another length.
         """
+        known = self.loader.samples or 0
+        for count, length in self.loader.shapes(samples):
+            reader = Reader(self.training_graph(count, length), length=length)
+            if reader.has_fixed:
+                values = reader.read(self.loader.example(count, length=length))
+                reader.check(values, count, values)
         if not self.loader.takes_whole and not self.spec.data.buckets:
             return  # samples of several shapes make no batch at all
-        known = self.loader.samples or 0
         for length in self.loader.lengths:
             reader = Reader(self.training_graph(samples, length), length=length)
             for first in (known // 3, 2 * known // 3):
@@ -470,9 +475,9 @@ class CapturedJob:
         padded = self.spec.data.pad
 
         def capture(kept: KeptModules) -> CapturedGraph:
-            program = export_model(self.wrapper, inputs, targets, kept, padded)
+            program, beside = export_model(self.wrapper, inputs, targets, kept, padded)
             states = self.states, self.tied
-            return CapturedGraph(program, *states, (inputs, targets), size, length, padded)
+            return CapturedGraph(program, *states, (inputs, targets), beside, size, length, padded)
 
         with torch.random.fork_rng(devices=[]), self.arithmetic():
             try:

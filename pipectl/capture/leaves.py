@@ -5,12 +5,16 @@ object, such as a date, a path or an array of numpy. A graph could hold only tho
 that a model may be given them, but may not look at them. While it is captured, a stand-in that
 refuses every look takes their place. Members of an enumeration are compared by identity, which no
 stand-in shows: the model is captured with every other member instead.
+
+A model may still follow from whether there is a text, or None in its place, or from the number of
+texts in a list. It is captured with others of these, too. If its graph differs, all batches must be
+alike in this respect.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
@@ -24,6 +28,11 @@ from pipectl.torch_api import pytree
 
 _KNOWN = (Tensor, int, float, str, type(None), Enum)
 """Leaves that torch.export takes."""
+_COMPUTED = (Tensor, int, float)
+"""Leaves that a graph computes with."""
+_PARTS = ("inputs", "targets")
+TURNS = 2
+"""Of other kinds, see :func:`other_items`."""
 
 
 def open_containers(value: Any) -> Any:
@@ -114,6 +123,95 @@ _LOOKS = (
 )  # fmt: skip
 for _name in _LOOKS:
     setattr(StandIn, f"__{_name}__", _refuse)
+
+
+@dataclasses.dataclass(frozen=True)
+class Beside:
+    """What a captured batch holds beside tensors and numbers.
+
+    Args:
+        kinds: of all items, by their places; see :func:`items_of`.
+        fixed: places of those on whose kinds the graph depends.
+        has_fixed_keys: whether the graph depends on the keys of mappings that have them.
+    """
+
+    kinds: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    fixed: frozenset[str] = frozenset()
+    has_fixed_keys: bool = False
+
+    def difference(self, batch: Any, *, may_have_more: bool) -> str | None:
+        """Return what makes another batch one of another graph, in words; None if nothing does.
+
+        Args:
+            may_have_more: whether it may have further keys.
+        """
+        found = {place: kind_of(item) for place, item in items_of(batch).items()}
+        for place, kind in self.kinds.items():
+            if place not in found and (self.has_fixed_keys or place in self.fixed):
+                return f"{place} is missing, which was {kind}"
+            if place in self.fixed and found[place] != kind:
+                return f"{place} is {found[place]}, not {kind}"
+        more = next((place for place in found if place not in self.kinds), None)
+        return None if more is None or may_have_more else f"{more} is new"
+
+
+def items_of(batch: tuple[Any, Any]) -> dict[str, Any]:
+    """Return what inputs and targets hold beside tensors and numbers, by place.
+
+    A list or tuple without these is one item.
+    """
+    return {
+        f"{place[0].get(_PARTS)}{pytree.keystr(place[1:])}": leaf
+        for place, leaf in pytree.tree_flatten_with_path(batch, is_leaf=_is_item)[0]
+        if _is_item(leaf)
+    }
+
+
+def kind_of(item: Any) -> str:
+    """Return all that a model can tell of an item without computing with what is in it."""
+    if item is None:
+        return "None"
+    if isinstance(item, list | tuple):
+        kinds = [kind_of(each) for each in item]
+        alike = f" of {kinds[0]}" if len({*kinds}) == 1 else f": {', '.join(kinds)}" * bool(kinds)
+        return f"{len(item)} in a {type(item).__name__}{alike}"
+    return "a text" if isinstance(item, str) else f"a {item.__class__.__name__}"
+
+
+def other_items(batch: tuple[Any, Any], turn: int, places: Container[str]) -> Any:
+    """Return the batch with items of other kinds at some places; there are :data:`TURNS`."""
+
+    def change(place: pytree.KeyPath, leaf: Any) -> Any:
+        name = f"{place[0].get(_PARTS)}{pytree.keystr(place[1:])}"
+        return _other_kind(leaf, turn) if _is_item(leaf) and name in places else leaf
+
+    return pytree.tree_map_with_path(change, batch, is_leaf=_is_item)
+
+
+def without_keys(batch: Any) -> Any:
+    """Return the batch without the keys of dictionaries that have an item or nothing."""
+    if isinstance(batch, tuple | list) and not _is_item(batch):
+        values = [without_keys(each) for each in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    if type(batch) is not dict:
+        return batch
+    return {key: without_keys(each) for key, each in batch.items() if not _is_item(each)}
+
+
+def _is_item(value: Any) -> bool:
+    if type(value) in (list, tuple):
+        return not any(isinstance(leaf, _COMPUTED) for leaf in pytree.tree_leaves(value))
+    return not isinstance(value, _COMPUTED) and pytree.tree_is_leaf(value)
+
+
+def _other_kind(item: Any, turn: int) -> Any:
+    if isinstance(item, list | tuple):
+        if turn == 1 and item:
+            return type(item)()
+        return type(item)(_other_kind(each, 1) for each in (*item, item[-1] if item else None))
+    if item is None:
+        return StandIn(object()) if turn == 0 else "~"
+    return None if turn == 0 or not isinstance(item, StandIn) else "~"
 
 
 def without_objects(batch: Any) -> Any:

@@ -71,6 +71,12 @@ class Arguments:
         """
         return {leaf for leaf in self._leaves if is_choice(leaf)}
 
+    @property
+    def kinds(self) -> str:
+        """The structure of the arguments, and the types of those that stay the same."""
+        names = [type(leaf).__name__ for leaf in self._leaves]
+        return f"{self._structure}{names}"
+
     def filled(self, values: Sequence[Any]) -> Any:
         """Return the (args, kwargs) with other tensors, followed by other sizes."""
         leaves = list(self._leaves)
@@ -342,6 +348,11 @@ class Opaque:
     def choices(self) -> set[Any]:
         """The texts and members of enumerations that the call gets."""
         return self._arguments.choices
+
+    @property
+    def kinds(self) -> str:
+        """What the call gets beside tensors and sizes, without values."""
+        return self._arguments.kinds
 
     def __repr__(self) -> str:
         return f"{self.path} ({type(self._module).__name__})"

@@ -86,6 +86,54 @@ BESIDE: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+OTHERS: dict[str, Callable[[int], Any]] = {
+    "text": lambda n: "a",
+    "none": lambda n: None,
+    "object": lambda n: {1},
+    "texts": lambda n: ["a"] * n,
+    "no texts": lambda n: [],
+    "more texts": lambda n: ("a",) * (n + 1),
+    "objects": lambda n: [{1}] * n,
+    "some": lambda n: [None] * n,
+    "key": lambda n: {"k": "a", "w": "b"},
+    "no key": lambda n: {"w": "b"},
+}
+
+
+class Changing(Rows):
+    """Has one kind of item in the first four samples, and another one behind."""
+
+    def collate_fn(self, samples: Any) -> Any:
+        x, y = map(torch.stack, zip(*samples, strict=True))
+        first, second = self.kind.split(", ")
+        return x, {"y": y, "beside": OTHERS[second if x[0, 0] >= 4 else first](len(x))}
+
+
+def by_none(outputs: Tensor, targets: Any) -> Tensor:
+    return ignore(outputs, targets) * (1 if targets["beside"] is None else 2)
+
+
+def by_type(outputs: Tensor, targets: Any) -> Tensor:
+    return ignore(outputs, targets) * (1 if isinstance(targets["beside"], str) else 2)
+
+
+def by_count(outputs: Tensor, targets: Any) -> Tensor:
+    total = nn.functional.cross_entropy(outputs, targets["y"], reduction="sum")
+    return total / (1 + len(targets["beside"]))
+
+
+def by_truth(outputs: Tensor, targets: Any) -> Tensor:
+    return ignore(outputs, targets) * (2 if targets["beside"] else 1)
+
+
+def by_first(outputs: Tensor, targets: Any) -> Tensor:
+    return ignore(outputs, targets) * (2 if targets["beside"][0] is None else 1)
+
+
+def by_key(outputs: Tensor, targets: Any) -> Tensor:
+    return ignore(outputs, targets) * (2 if "k" in targets["beside"] else 1)
+
+
 def ignore(outputs: Tensor, targets: Any) -> Tensor:
     return nn.functional.cross_entropy(outputs, targets["y"])
 
@@ -120,12 +168,41 @@ def of_within(outputs: Tensor, targets: Any) -> Tensor:
     return ignore(outputs, targets) * (one.weight + other.weight).mean()
 
 
-@pytest.fixture
-def job(make_job: Callable[..., CapturedJob]) -> Callable[[str, str], CapturedJob]:
-    """``job(kind, loss)``"""
+class Asked(Changing):
+    """The model gets the item, too."""
 
-    def make(kind: str, loss: str) -> CapturedJob:
-        data = {"factory": f"{HERE}:Rows", "kwargs": {"kind": kind}}
+    def collate_fn(self, samples: Any) -> Any:
+        x, targets = super().collate_fn(samples)
+        return {"x": x, "beside": targets["beside"]}, targets
+
+
+class Deciding(nn.Module):
+    """Decides by a value, so that it is kept whole, and by what is beside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, beside: Any) -> Tensor:
+        found = self.linear(x)
+        return found * 3 if found.sum() > 1e6 else found * (1 if beside is None else 2)
+
+
+class Kept(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Deciding()
+
+    def forward(self, x: Tensor, beside: Any) -> Tensor:
+        return self.inner(x, beside).tanh()
+
+
+@pytest.fixture
+def job(make_job: Callable[..., CapturedJob]) -> Callable[..., CapturedJob]:
+    """``job(kind, loss, data)``"""
+
+    def make(kind: str, loss: str, data: str = "Rows") -> CapturedJob:
+        data = {"factory": f"{HERE}:{data}", "kwargs": {"kind": kind}}
         return make_job("mlp", loss=f"{HERE}:{loss}", data=data)
 
     return make
@@ -181,3 +258,61 @@ def test_dataclasses_and_mappings_of_all_kinds_are_taken_apart(
 def test_a_nested_tensor_is_refused(job: Any) -> None:
     with pytest.raises(CaptureError, match=r"has a nested tensor.*\n.*pad samples"):
         job("nested", "ignore").training_graph(2)
+
+
+ALIKE = [
+    ("none, text", "by_none", "is a text, not None"),
+    ("text, none", "by_none", "is None, not a text"),
+    ("texts, more texts", "by_count", "is 5 in a tuple of a text, not 4 in a list of a text"),
+    ("key, no key", "by_key", r"\['k'\] is missing, which was a text"),
+    ("no key, key", "by_key", r"\['k'\] is new"),
+    ("none, text", "ignore", None),
+    ("texts, no texts", "ignore", None),
+]
+FURTHER_ALIKE = [
+    ("none, text", "by_type", "is a text, not None"),
+    ("none, object", "by_truth", "is a set, not None"),
+    ("object, none", "by_type", "is None, not a set"),
+    ("object, none", "by_none", "is None, not a set"),
+    ("text, object", "by_type", "is a set, not a text"),
+    ("objects, no texts", "by_truth", "is 0 in a list, not 4 in a list of a set"),
+    ("texts, some", "by_first", "is 4 in a list of None, not 4 in a list of a text"),
+    ("text, object", "ignore", None),
+    ("objects, some", "ignore", None),
+    ("key, no key", "ignore", None),
+]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "loss", "words"),
+    [*ALIKE, *(pytest.param(*each, marks=pytest.mark.product) for each in FURTHER_ALIKE)],
+)
+def test_batches_must_be_alike_in_what_a_graph_depends_on(
+    job: Any, kinds: str, loss: str, words: str | None
+) -> None:
+    """Whether there is a text, None or an object, how many, and under which keys."""
+    made = job(kinds, loss, "Changing")
+    graph = made.training_graph(4)
+    by_name(graph, made.loader.example(4))
+    other = made.loader.example(4, 4)
+    if words is None:
+        by_name(graph, other)
+        return
+    with pytest.raises(CaptureError, match=rf"^data: a batch differs from .*beside.*{words}"):
+        by_name(graph, other)
+
+
+def test_a_number_of_texts_in_place_of_that_of_samples_is_found_in_the_profile(job: Any) -> None:
+    """The last micro-batch of an epoch is smaller."""
+    with pytest.raises(CaptureError, match=r"is 2 in a list.*\n.*from a tensor \(len\(x\)\)"):
+        job("texts, texts", "by_count", "Changing").check_shapes(3)
+    job("texts, texts", "by_count", "Changing").check_shapes(4)
+
+
+def test_a_submodule_that_is_kept_whole_may_not_get_none_and_texts_in_turn(make_job: Any) -> None:
+    data = {"factory": f"{HERE}:Asked", "kwargs": {"kind": "none, text"}}
+    made = make_job(f"{HERE}:Kept", loss=f"{HERE}:ignore", data=data)
+    graph = made.training_graph(4)
+    assert made.kept
+    with pytest.raises(CaptureError, match="is a text, not None"):
+        by_name(graph, made.loader.example(4, 4))
