@@ -94,28 +94,26 @@ class Post:
         wait([self._communicator.Irecv(size, rank)])
         tree = np.empty(int(size[0]), dtype=np.uint8)
         wait([self._communicator.Irecv(tree, rank)])
-        requests, tensors = list[MPI.Request](), dict[int, Tensor]()
-
-        def replace(leaf: Any) -> Any:
-            if not isinstance(leaf, _Sent):
-                return leaf
-            if leaf.number not in tensors:
-                memory = torch.empty(leaf.layout.count, dtype=leaf.layout.dtype)
-                pieces = _pieces(octets_of(memory))
-                requests.extend(self._communicator.Irecv(piece, rank) for piece in pieces)
-                tensors[leaf.number] = leaf.layout.unflatten(memory)
-            return tensors[leaf.number]
-
-        batch = pytree.tree_map(
-            replace, MPI.pickle.loads(tree), is_leaf=lambda each: isinstance(each, _Sent)
+        batch = MPI.pickle.loads(tree)
+        leaves = pytree.tree_leaves(batch, is_leaf=_is_sent)
+        layouts = {leaf.number: leaf.layout for leaf in leaves if _is_sent(leaf)}
+        memories = {n: torch.empty(each.count, dtype=each.dtype) for n, each in layouts.items()}
+        pieces = (piece for each in memories.values() for piece in _pieces(octets_of(each)))
+        wait([self._communicator.Irecv(piece, rank) for piece in pieces])
+        # Not earlier: a layout with gaps makes a copy.
+        tensors = {n: layouts[n].unflatten(memory) for n, memory in memories.items()}
+        return pytree.tree_map(
+            lambda leaf: tensors[leaf.number] if _is_sent(leaf) else leaf, batch, is_leaf=_is_sent
         )
-        wait(requests)
-        return batch
 
     def finish(self) -> None:
         """Return when all that was sent has been received."""
         wait([request for request, _ in self._sent])
         self._sent.clear()
+
+
+def _is_sent(leaf: Any) -> bool:
+    return isinstance(leaf, _Sent)
 
 
 def _pieces(octets: Octets) -> list[Octets]:

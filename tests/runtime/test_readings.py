@@ -6,13 +6,16 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 from pipectl.plan import Plan, Replication
 from pipectl.profile import Profile
 from pipectl.profile_parts import Readings
 from pipectl.runs import read_errors, read_metrics
+from pipectl.runtime import parcels
 from pipectl.runtime.checkpoint import load
 
 pytestmark = pytest.mark.mpi
@@ -107,6 +110,43 @@ def test_what_one_rank_reads_for_all_is_of_one_reading(make_run, train, kinds) -
         assert losses == [0.0] * 3, kind
         held_out = [line.evaluation["loss"] for line in lines if line.evaluation]
         assert held_out == [0.0] * ("evaluation" in FRESH[kind][1]), kind
+
+
+def test_tensors_of_all_layouts_have_their_values_when_a_batch_arrives(monkeypatch) -> None:
+    """Those with gaps between their elements, too, such as every second column."""
+    sent = list[Any]()
+    late = Mock()
+    late.Isend.side_effect = lambda part, _: sent.append(part.copy()) or late
+    late.Irecv.side_effect = lambda part, _: (part, sent.pop(0))
+
+    def arrive(requests: list[Any]) -> None:
+        for part, content in requests:
+            part[:] = content
+
+    monkeypatch.setattr(parcels, "wait", arrive)
+    rows = torch.arange(48.0).view(4, 12)
+    parts = {
+        "whole": rows, "columns": rows[:, ::2], "row": rows[1:2, ::2], "turned": rows.t()[1:3],
+        "expanded": rows[:, :1].expand(4, 5), "windows": rows[0].unfold(0, 4, 1),
+        "scalar": rows[0, 5], "empty": rows[:0], "bits": rows > 7, "half": rows[:, ::3].bfloat16(),
+    }  # fmt: skip
+    batch = (
+        parts,
+        {
+            "same": rows,
+            "texts": ["a", None],
+            "complex": torch.view_as_complex(rows.view(4, 6, 2))[:, ::2].conj(),
+        },
+    )
+    post = parcels.Post(late)
+    post.send(parcels.Parcel(batch, "data"), 1)
+    found, others = post.receive(0)
+    assert found["whole"] is others["same"]
+    for name, tensor in parts.items():
+        assert torch.equal(found[name], tensor), name
+        assert name == "windows" or found[name].stride() == tensor.stride(), name
+    assert torch.equal(others["complex"], batch[1]["complex"])
+    assert others["texts"] == ["a", None]
 
 
 PLANS: dict[str, tuple[int, dict[str, Any]]] = {
