@@ -32,6 +32,12 @@ def is_same(one: Tensor, other: Tensor) -> bool:
     return bool((octets_of(one) == octets_of(other)).all())
 
 
+def is_equal(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same type, sizes, strides and bits."""
+    forms = [(each.dtype, each.shape, each.stride()) for each in (one, other)]
+    return forms[0] == forms[1] and is_same(one, other)
+
+
 def tensors_in(value: Any) -> list[Tensor]:
     """Return all tensors in a tree, in order."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]

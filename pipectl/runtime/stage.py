@@ -28,6 +28,7 @@ from pipectl.capture.casts import Casting
 from pipectl.capture.graph import CapturedGraph, State
 from pipectl.capture.slices import Span
 from pipectl.capture.stage import StageCode
+from pipectl.capture.tensors import is_equal
 from pipectl.runtime.casts import SharedCasts
 from pipectl.runtime.device import Device, move
 from pipectl.runtime.layout import Tensors
@@ -94,7 +95,7 @@ class Stage:
         self.parameters: dict[str, nn.Parameter] = {}
         self.buffers: dict[str, Tensor] = {}
         self.uses: dict[Slot, Tensor] = {}
-        self._constants: dict[str, Tensor] = {}
+        self._constants: dict[str, list[tuple[Tensor, Tensor]]] = {}
         training = {span: cut for (trains, span), cut in cuts.items() if trains}
         evaluating = {span: cut for (trains, span), cut in cuts.items() if not trains}
         inner = {span: cut.in_segments(index, firsts) for span, cut in training.items()}
@@ -299,13 +300,22 @@ class Stage:
 
         return share_casts(code, graph, tensor_of, self._casting, self.casts)
 
+    def _constant(self, name: str, tensor: Tensor) -> Tensor:
+        """A constant of a graph on the device: one copy for all graphs, of training and evaluation
+        and of each size, in which it is the same. Names count the constants of one graph.
+        """
+        known = self._constants.setdefault(name, [])
+        for original, there in known:
+            if original is tensor or is_equal(original, tensor):
+                return there
+        known.append((tensor, tensor.to(self.device)))
+        return known[-1][1]
+
     def argument(self, cut: Cut, slot: Slot) -> Tensor:
         """A parameter or buffer of this stage, moved to the device in place."""
         state = cut.graph.states[slot.value]
         if state.kind == "constant":
-            if state.name not in self._constants:  # one copy for training and evaluation
-                self._constants[state.name] = cut.graph.constants[state.name].to(self.device)
-            return self._constants[state.name]
+            return self._constant(state.name, cut.graph.constants[state.name])
         tensor = self._states[state.name]
         move(tensor, self.device)
         if not isinstance(tensor, nn.Parameter):

@@ -115,11 +115,11 @@ def scaled_loss(outputs: Tensor, targets: dict[str, Any]) -> Tensor:
 
 
 def counted_loss(outputs: Tensor, targets: dict[str, Any]) -> Tensor:
-    """Each size has a graph of its own, with its own numbers."""
+    """Each size has a graph of its own, with its own numbers and constants."""
     total = nn.functional.cross_entropy(
         outputs.transpose(1, 2), targets["y"], ignore_index=PADDING, reduction="sum"
     )
-    return total / targets["count"] / int(outputs.shape[0])
+    return total / targets["count"] / torch.tensor(float(int(outputs.shape[0])))
 
 
 class HalfPadded(Samples):
@@ -332,6 +332,14 @@ class Hidden(torch.autograd.Function):
 class Hiding(Model):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(Hidden.apply(super().forward(x).flatten(1)[:, :6]))
+
+
+class Scaling(Model):
+    """By one constant in training, and by another one in evaluation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, last = (1.0, 2.0) if self.training else (-3.0, 4.0)
+        return super().forward(x * torch.tensor([first, 1.0, 1.0, 1.0, 1.0, last]))
 
 
 class Averaging(Model):

@@ -147,6 +147,18 @@ def test_losses_count_by_valid_targets_and_metrics_by_samples(
     assert read_errors(two.start) == []
 
 
+def test_an_evaluation_has_constants_of_its_own(make_run: Any, train: Any) -> None:
+    """In a graph of its own, in which they have the names of those of training."""
+    held_out = {"data": f"{PARTS}:Samples", "every": 5}
+    run = make_run(1, **of("Scaling"), evaluation=held_out)
+    train(run)
+    (found,) = [line.evaluation for line in read_metrics(run) if line.evaluation is not None]
+    model, data = find(f"{PARTS}:Scaling")().eval(), find(f"{PARTS}:Samples")()
+    model.load_state_dict(checkpoint.load(run.checkpoints / "step-000005"))
+    expected = find(f"{PARTS}:loss")(model(data.vectors), data.targets)
+    assert found["loss"] == pytest.approx(float(expected), rel=1e-6)
+
+
 def test_ranks_train_what_a_plain_process_trains(make_run: Any, compare: Any) -> None:
     usual = {name: job for name, job in TRAININGS.items() if name not in FURTHER}
     runs = {name: make_run(ranks, **job) for name, (ranks, job, _) in usual.items()}

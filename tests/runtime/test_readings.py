@@ -116,7 +116,7 @@ def test_tensors_of_all_layouts_have_their_values_when_a_batch_arrives(monkeypat
     """Those with gaps between their elements, too, such as every second column."""
     sent = list[Any]()
     late = Mock()
-    late.Isend.side_effect = lambda part, _: sent.append(part.copy()) or late
+    late.Isend.side_effect = lambda part, _: sent.append(part.copy())
     late.Irecv.side_effect = lambda part, _: (part, sent.pop(0))
 
     def arrive(requests: list[Any]) -> None:
@@ -138,7 +138,7 @@ def test_tensors_of_all_layouts_have_their_values_when_a_batch_arrives(monkeypat
             "complex": torch.view_as_complex(rows.view(4, 6, 2))[:, ::2].conj(),
         },
     )
-    post = parcels.Post(late)
+    post = parcels.Post(late)  # which sends one batch, and asks for nothing that was sent before
     post.send(parcels.Parcel(batch, "data"), 1)
     found, others = post.receive(0)
     assert found["whole"] is others["same"]
