@@ -70,6 +70,7 @@ def take_script(file: Path, arguments: Sequence[str], directory: Path) -> Taken:
         "file": _seen_from(directory, file.resolve()),
         "arguments": [*arguments],
         "directory": "" if here == file.resolve().parent else _seen_from(directory, here),
+        "drawn_between_epochs": found.drawn_between_epochs,
         "training": found.training,
         "sections": {"data": found.data, "loss": found.loss, "evaluation": found.evaluation},
         "micro_batches": found.micro_batches or "auto",

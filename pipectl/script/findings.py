@@ -22,10 +22,12 @@ from pipectl.script.loops import (
     begins_anew,
     freezes,
     hand_set,
+    is_endless,
     jumps,
     limit_of,
     loops_around,
     range_of,
+    reads_a_part,
     steps_of_trainer,
 )
 from pipectl.script.optimizers import follows_evaluations
@@ -68,6 +70,7 @@ class Findings:
         data: values of the section ``data``.
         loss: values of the section ``loss``.
         evaluation: values of the section ``evaluation``.
+        drawn_between_epochs: see :class:`~pipectl.script.run.Command`.
         micro_batches: of a step, where only these give the script's losses.
         guessed: keys of ``training`` that the script does not say.
     """
@@ -79,6 +82,7 @@ class Findings:
     data: dict[str, Any] = field(default_factory=dict)
     loss: dict[str, Any] = field(default_factory=dict)
     evaluation: dict[str, Any] = field(default_factory=dict)
+    drawn_between_epochs: int = 0
     micro_batches: int | None = None
     guessed: list[str] = field(default_factory=list)
 
@@ -257,7 +261,7 @@ def steps_of(parts: Parts) -> tuple[int, str, Place | None] | None:
     if (known := steps_of_trainer(frames, per_epoch)) is not None:
         return known, f"{known}, by the trainer", parts.seen.stepped
     for file, loop, names in _loops_of_job(parts):
-        if isinstance(loop, ast.While):
+        if isinstance(loop, ast.While) or is_endless(loop, names):
             return None if limit is None else (limit, f"{limit}, by the script's own count", end)
         if (count := range_of(loop, names)) is not None:
             total *= count
@@ -395,6 +399,7 @@ def _add_rest(parts: Parts, found: Findings, compared: Compared) -> None:
 
 def _add_order(parts: Parts, found: Findings, compared: Compared) -> None:
     """Say what later epochs, and later trainings of the script, have of their own."""
+    found.drawn_between_epochs = compared.drawn_between_epochs
     if compared.reorders:
         words = "of later epochs is another one: the script draws other random numbers in between "
         words += "(evaluation, dropout); each epoch has every sample as often as in the script"
@@ -430,6 +435,11 @@ def _jumps(parts: Parts) -> Iterator[Finding]:
             words = f"`{statement}` in the loop over the data: the job trains on every batch of an "
             words += "epoch; leave samples out by the dataset, and set training.steps"
         yield Finding("batches" if over_data else "steps", words, (file, line))
+    for file, loop, _ in loops_around(frames):
+        if isinstance(loop, ast.For) and reads_a_part(loop):
+            words = "`islice` in the loop over the data: the job trains on every batch of an "
+            words += "epoch; leave samples out by the dataset, and set training.steps"
+            yield Finding("batches", words, (file, loop.lineno))
     own = len(list(_loops_of_job(parts)))
     for file, loop, _ in islice(loops_around(frames), own, own + 1):
         words = "every round of this loop makes an optimizer: the job is the first round; make "

@@ -20,7 +20,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -105,6 +105,7 @@ class Compared:
             the names of their loaders.
         others: which steps of the first epoch train on other samples than the job, in words.
         reorders: whether the second epoch has another order of samples than the job.
+        drawn_between_epochs: random numbers that the script draws before the second epoch.
     """
 
     steps: int
@@ -117,6 +118,7 @@ class Compared:
     evaluated: tuple[tuple[str, Place, str], ...] = ()
     others: str = ""
     reorders: bool = False
+    drawn_between_epochs: int = 0
 
     @property
     def sentence(self) -> str:
@@ -210,7 +212,9 @@ def compare_steps(command: Command, *, own_schedule: bool = False) -> Compared:
     compared.epochs = steps[-1].epoch
     _refuse_loss_of_training(seen, steps, own_schedule=own_schedule)
     compared.evaluated = tuple(_evaluated(seen))
-    others = _other_samples(taken[0], steps)
+    drawn = compared.drawn_between_epochs = _drawn_between_epochs(taken[0], steps)
+    own = replace(taken[0], command=replace(command, drawn_between_epochs=drawn))
+    others = _other_samples(own, steps)
     compared.others, compared.reorders = others.replace(_REORDERED, ""), others == _REORDERED
     compared.shapes = _other_shape([each for step in steps for each in step.recordings])
     compared.draws = steps[0].recordings[0].draws
@@ -356,6 +360,14 @@ def _refuse_loss_of_training(seen: Seen, steps: list[_Step], *, own_schedule: bo
     for value, place in () if own_schedule else seen.followed_values:
         if any(math.isclose(value, each, rel_tol=1e-6) for each in known):
             raise CaptureError(f"{at(place)}: {_FOLLOWS_TRAINING}", hint=_FOLLOWS_HINT)
+
+
+def _drawn_between_epochs(parts: Parts, steps: list[_Step]) -> int:
+    """Count the random numbers that the script draws before its second epoch, if they can be."""
+    loading = parts.seen.loading_of(steps[-1].recordings[0])
+    if loading is None or steps[-1].epoch == 1 or isinstance(parts.loader.dataset, IterableDataset):
+        return parts.command.drawn_between_epochs
+    return parts.dataset().order.drawn_before(loading.start) or 0
 
 
 def _other_samples(parts: Parts, steps: list[_Step]) -> str:

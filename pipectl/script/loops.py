@@ -30,6 +30,8 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.FloorDiv: operator.floordiv,
 }
 
+_ITEMS_AND_STOP = 2
+"""Arguments of ``islice(loader, 10)``."""
 Loop = ast.For | ast.While
 """Of a script."""
 
@@ -160,6 +162,9 @@ def _loops_of_function(tree: ast.AST, line: int) -> Iterator[Loop]:
 def range_of(loop: ast.For, names: Mapping[str, Any]) -> int | None:
     """How often a loop over a range of known numbers runs, or over one that a variable holds."""
     call: ast.expr | None = loop.iter
+    part = next((each for each in ast.walk(loop.iter) if _is_islice(each)), None)
+    if isinstance(part, ast.Call) and len(part.args) == _ITEMS_AND_STOP:
+        return _number(part.args[1], names)
     while isinstance(call, ast.Call) and not ast.unparse(call.func).endswith("range"):  # trange
         call = call.args[0] if call.args else None  # tqdm(range(n))
     if isinstance(call, ast.Name | ast.Attribute):
@@ -173,6 +178,31 @@ def range_of(loop: ast.For, names: Mapping[str, Any]) -> int | None:
     if not numbers or any(number is None for number in numbers):
         return None
     return len(range(*map(int, numbers)))  # type: ignore[arg-type]
+
+
+def reads_a_part(loop: ast.For) -> bool:
+    """Whether a loop is over the first items of something, by ``islice``."""
+    return any(map(_is_islice, ast.walk(loop.iter)))
+
+
+def _is_islice(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func).endswith("islice")
+
+
+def is_endless(loop: ast.For, names: Mapping[str, Any]) -> bool:
+    """Whether a loop is over what a generator function of the user gives that may read the data
+    several times, or in part: one with a ``while`` or a ``return``.
+    """
+    for call in ast.walk(loop.iter):
+        value = value_of(call.func, names) if isinstance(call, ast.Call) else None
+        code = getattr(value, "__code__", None)
+        if isinstance(code, CodeType) and is_user_code(code.co_filename):
+            with suppress(OSError, SyntaxError, ValueError):
+                tree = ast.parse(read_source(Path(code.co_filename)))
+                for node in ast.walk(tree):
+                    if isinstance(node, ast.FunctionDef) and node.lineno == code.co_firstlineno:
+                        return any(isinstance(x, ast.While | ast.Return) for x in ast.walk(node))
+    return False
 
 
 def _number(node: ast.expr, names: Mapping[str, Any]) -> int | None:

@@ -22,6 +22,10 @@ from pipectl.units import plural
 
 _KEPT_EPOCHS = 16
 """More than those that the data are read ahead by."""
+_MOST_DRAWN = 20_000
+"""Random numbers between two epochs that are counted."""
+_OF_ITERATOR = 2
+"""Random numbers of 32 bits that an iterator of a loader draws for its processes."""
 _MANY_BATCHES = 10_000_000
 """Of an epoch that is drawn part by part."""
 _PART = 4096
@@ -67,7 +71,7 @@ class Generators:
         own = {id(each): each for each in owners if isinstance(each, torch.Generator)}
         self._own = [(each, each.get_state()) for each in own.values()]
         self._counts = [(each, _numbers_of(each)) for each in samplers]
-        self._shared = SharedGenerators()
+        self.shared = SharedGenerators()
 
     def restore(self) -> None:
         """Set all back to that time."""
@@ -76,7 +80,7 @@ class Generators:
         for sampler, numbers in self._counts:
             for name, number in numbers.items():
                 setattr(sampler, name, number)
-        self._shared.restore()
+        self.shared.restore()
 
 
 def samplers_of(loader: DataLoader[Any]) -> Iterator[Any]:
@@ -104,6 +108,7 @@ class Order:
         told: the samplers that the script tells the number of an epoch by ``set_epoch``, and that
             of the first one.
         repeats: whether every epoch is the first one again.
+        between: random numbers that the script draws before each further epoch.
     """
 
     def __init__(
@@ -113,9 +118,10 @@ class Order:
         told: Sequence[tuple[Any, int]] = (),
         *,
         repeats: bool = False,
+        between: int = 0,
     ) -> None:
         self._loader, self._start, self._next = loader, start, start
-        self._told, self._repeats = told, repeats
+        self._told, self._repeats, self._between = told, repeats, between
         self._count: int | None = None
         """Samples of an epoch."""
         batches: Any = loader.batch_sampler
@@ -143,15 +149,35 @@ class Order:
                     self._epochs.pop(self._drawn - _KEPT_EPOCHS, None)
         return self._epochs[epoch]
 
+    def drawn_before(self, start: Generators) -> int | None:
+        """Count the random numbers from the end of the first epoch to the start of the second.
+
+        None if there are too many to count, or others than samplers and loaders draw.
+        """
+        before = SharedGenerators()
+        self(0)
+        is_fresh = self._drawn == 0
+        self._next.restore()
+        try:
+            for count in range(_MOST_DRAWN if is_fresh else 0):
+                if not start.shared.have_drawn():
+                    is_drawn = start.is_iterated and self._loader.generator is None
+                    return count - (_OF_ITERATOR if is_drawn else 0)
+                draw(1)
+            return None
+        finally:
+            before.restore()
+
     def _draw(self) -> array[int]:
         before = Generators(self._loader)
         self._next.restore()
         try:
             if self._drawn == 0 or not self._is_long:
+                draw(self._between if self._drawn else 0)
                 for sampler, first in self._told:
                     sampler.set_epoch(first + self._drawn)
                 if not self._next.is_iterated:  # as an iterator of the loader for its processes
-                    torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
+                    draw(_OF_ITERATOR, self._loader.generator)
                 self._batches = iter(self._loader.batch_sampler or ())
             limit = _PART if self._is_long else None
             drawn = [[int(index) for index in batch] for batch in islice(self._batches, limit)]
@@ -180,6 +206,11 @@ class Order:
                 hint="let it give as many in every epoch",
             )
         return indices
+
+
+def draw(count: int, generator: torch.Generator | None = None) -> None:
+    """Draw random numbers of 32 bits."""
+    torch.empty(count, dtype=torch.int32).random_(generator=generator)
 
 
 def batch_size_of(loader: DataLoader[Any]) -> int | None:
@@ -327,8 +358,9 @@ def samples_of(
     told: Sequence[tuple[Any, int]],
     *,
     repeats: bool = False,
+    between: int = 0,
 ) -> Any:
-    """Return the dataset of a loader; for ``start``, ``told`` and ``repeats`` see :class:`Order`.
+    """Return the dataset of a loader; for what is not the dataset's see :class:`Order`.
 
     Raises:
         CaptureError: the loader makes no batches of samples.
@@ -341,4 +373,5 @@ def samples_of(
         )
     if isinstance(loader.dataset, IterableDataset):
         return Stream(loader.dataset, collate)
-    return Samples(loader.dataset, collate, Order(loader, start, told, repeats=repeats))
+    order = Order(loader, start, told, repeats=repeats, between=between)
+    return Samples(loader.dataset, collate, order)

@@ -167,6 +167,7 @@ class Parts:
             self.loading.start,
             self.told_epochs,
             repeats=id(self.loader) in self.seen.cycled,
+            between=self.command.drawn_between_epochs,
         )
 
     @property

@@ -257,7 +257,7 @@ class Recorder(TorchFunctionMode):
         place = script_place()
         found = self._refs.get(id(loss))
         if found is None or not self._entries:
-            raise _backward_of_nothing(place, self.recordings)
+            raise _backward_of_nothing(place, self.recordings, is_again=not self._batches)
         entries = self._entries
         needed = [entries[index] for index in Program(entries, found[1]).needed]
         used = {ref.entry for entry in needed for ref in entry.refs if ref.entry < 0}
@@ -464,8 +464,8 @@ def _copy_buffers(module: nn.Module, copies: dict[Tensor, Tensor]) -> None:
             copies[buffer] = buffer.detach().clone()
 
 
-def _backward_of_nothing(place: Place, before: list[Recording]) -> CaptureError:
-    if before and before[-1].place != place:
+def _backward_of_nothing(place: Place, before: list[Recording], *, is_again: bool) -> CaptureError:
+    if before and (is_again or before[-1].place != place):
         return CaptureError(
             f"{at(place)}: backward() is called a second time for one batch",
             hint="add the losses up, and call backward() on the sum",

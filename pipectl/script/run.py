@@ -39,19 +39,27 @@ class Command:
         arguments: of its command line.
         directory: its working directory.
         seed: of the random numbers when it starts, for a script that sets none.
+        drawn_between_epochs: random numbers of 32 bits that it draws between two epochs.
     """
 
     file: str
     arguments: tuple[str, ...] = ()
     directory: str = ""
     seed: int = 0
+    drawn_between_epochs: int = 0
 
     @classmethod
     def of(cls, spec: JobSpec) -> Command:
         """The command of the script of a job."""
         assert spec.script is not None
         script = spec.script
-        return cls(script.file, script.arguments, script.directory or "", spec.training.seed)
+        return cls(
+            script.file,
+            script.arguments,
+            script.directory or "",
+            spec.training.seed,
+            script.drawn_between_epochs,
+        )
 
     @property
     def place(self) -> str:

@@ -109,6 +109,10 @@ class Script(types.Section):
     """Its arguments on the command line."""
     directory: types.File | None = None
     """Its working directory, relative to the spec file; by default that of `file`."""
+    drawn_between_epochs: types.Natural = 0
+    """Random numbers of 32 bits that the script draws between two epochs, by reading other data for
+    example: after as many, the order of the samples in a later epoch is the script's, too. `init`
+    counts them."""
 
     @field_validator("file")
     @classmethod

@@ -39,6 +39,11 @@ ENDS = {
         "    if args.number > args.steps: break",
         6,
     ),
+    "a part of the data": (
+        "from itertools import islice\nfor epoch in range(2):\n"
+        "    for i, (x, y) in enumerate(islice(loader, 3)):\n        {step}",
+        6,
+    ),
     "while it is no more": (
         "while number <= 6:\n    for x, y in loader:\n        {step}\n        number += 1",
         7,
@@ -107,6 +112,20 @@ def test_steps_end_where_the_script_counts_them(beginning, tmp_path, name):
     known = steps_of(Parts.of(written(tmp_path, beginning, text)))
     assert known is not None
     assert known[0] == steps
+
+
+def test_a_loop_over_a_part_of_the_data_is_named(found_in, beginning, tmp_path):
+    found = found_in(written(tmp_path, beginning, ENDS["a part of the data"][0]))
+    assert [each.what for each in found.differs if "islice" in each.value] == ["batches"]
+
+
+def test_steps_of_a_function_that_reads_data_again_and_again_are_not_known(beginning, tmp_path):
+    text = (
+        "def batches(n):\n    while True:\n        for batch in loader:\n            yield batch\n"
+        "            n -= 1\n            if not n: return\n"
+        "for i, (x, y) in enumerate(batches(9)):\n    {step}"
+    )
+    assert steps_of(Parts.of(written(tmp_path, beginning, text))) is None
 
 
 def test_a_break_of_another_kind_is_named(found_in, beginning, tmp_path):

@@ -68,6 +68,7 @@ def job_of(tmp_path, monkeypatch):
                 "file": str(HERE / file),
                 "arguments": list(arguments),
                 "directory": str(tmp_path),
+                "drawn_between_epochs": found.drawn_between_epochs,
             },
             "training": {**found.training, "steps": STEPS, **training},
             "data": found.data,

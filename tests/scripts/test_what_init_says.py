@@ -1,8 +1,10 @@
 """What a script trains besides the job, how its epochs are read, and which jobs init refuses."""
 
 import re
+from dataclasses import replace
 
 import pytest
+import torch
 
 from pipectl.cli import main
 from pipectl.errors import CaptureError
@@ -152,21 +154,39 @@ def test_a_script_by_itself_computes_on_the_cpu_too(beginning, tmp_path):
 
 EPOCHS = (
     "held_out = DataLoader(data, batch_size=8)\nfor epoch in range(3):\n    for x, y in loader:\n"
+    "        read.append(x[:, 0])\n"
     "        criterion(model(x), y).backward()\n        optimizer.step()\n"
     "        optimizer.zero_grad()\n"
 )
 EVALUATION = "    with torch.no_grad():\n        for x, y in held_out: criterion(model(x), y)\n"
 
 
-@pytest.mark.parametrize("evaluation", ["", EVALUATION])
-def test_another_order_of_later_epochs_is_named(found_in, beginning, tmp_path, evaluation):
+@pytest.mark.parametrize("more", ["", EVALUATION, EVALUATION + EVALUATION])
+def test_later_epochs_have_the_scripts_order_whatever_it_reads_in_between(
+    beginning, tmp_path, more
+):
     """To read other data draws random numbers, too."""
-    found = found_in(written(tmp_path, beginning, EPOCHS + evaluation))
-    assert [each.what for each in found.differs] == (["order"] if evaluation else [])
+    command = written(tmp_path, beginning, f"read = []\n{EPOCHS}{more}")
+    compared = compare_steps(command)
+    assert (compared.drawn_between_epochs > 0) == bool(more)
+    assert not compared.reorders
+    space: dict[str, list[torch.Tensor]] = {}
+    exec((tmp_path / "script.py").read_text(), space)
+    wanted = torch.cat(space["read"]).reshape(3, 32)
+    command = replace(command, drawn_between_epochs=compared.drawn_between_epochs)
+    data = Parts.of(command).dataset()
+    for epoch in (0, 2, 1):
+        assert [float(data[i][0][0]) for i in data.order(epoch)] == wanted[epoch].tolist()
+
+
+def test_another_order_of_later_epochs_is_named(found_in, beginning, tmp_path):
+    text = f"read = []\n{EPOCHS}    torch.randn(3)\n"
+    found = found_in(written(tmp_path, beginning, text))
+    assert [each.what for each in found.differs] == ["order"]
 
 
 def test_a_loader_that_every_epoch_makes_is_no_evaluation(beginning, tmp_path):
-    text = EPOCHS.replace("in loader:", "in DataLoader(data, 8, shuffle=True):")
+    text = "read = []\n" + EPOCHS.replace("in loader:", "in DataLoader(data, 8, shuffle=True):")
     assert compare_steps(written(tmp_path, beginning, text)).evaluated == ()
 
 
@@ -223,7 +243,10 @@ for x, y in DataLoader(data, batch_size=2, collate_fn=padded):
     [
         (PACKED, r"script.py:\d+: .* it packs sequences"),
         (PADDED, r"script.py:\d+: 0 is .*, and a job has one shape"),
-        (SCHEDULE + EPOCHS, r"script.py:\d+: ReduceLROnPlateau needs the loss of evaluations"),
+        (
+            "read = []\n" + SCHEDULE + EPOCHS,
+            r"script.py:\d+: ReduceLROnPlateau needs the loss of evaluations",
+        ),
     ],
     ids=["packed", "padded", "schedule"],
 )
