@@ -393,7 +393,8 @@ def _add_rest(parts: Parts, found: Findings, compared: Compared) -> None:
         found.differs.append(Finding("gradients", words, seen.stepped))
     if parts.accumulation > 1 and len(parts.loader) % parts.accumulation:
         words = f"an epoch has {len(parts.loader)} batches, no multiple of {parts.accumulation}: "
-        words += "the last step of an epoch takes those that are left"
+        words += "the last step of an epoch takes those that are left, by their mean, and its loss "
+        words += "may be another one than in the script; data.drop_last: true leaves them out"
         found.differs.append(Finding("accumulation", words, seen.stepped))
 
 

@@ -68,7 +68,8 @@ _DRAWN = (
 )
 _MADE = "; make tensors of texts or values in the Dataset or the collate_fn, not in the loop"
 _STATE = (
-    "; begin each batch with a state of its own (zeros, say) instead of what an earlier one left"
+    "; begin each batch with a state of its own (zeros, say) instead of what an earlier one left; "
+    "let one DataLoader give all that a step reads"
 )
 _FROM_VALUES = {"tensor", "as_tensor", "from_numpy"}
 _OWN_LOSS = "; or give the job a loss of its own (key loss)"
@@ -418,7 +419,8 @@ def _refuse_written(seen: Seen, model: nn.Module) -> None:
             raise CaptureError(
                 f"{at(place)}: writes {name} of the model outside of its forward and the optimizer",
                 hint="pipectl runs nothing of the loop but the step: let the forward do it "
-                "(torch.nn.utils.parametrize, for weights within limits), or leave it out",
+                "(torch.nn.utils.parametrize, for weights within limits), or leave it out; what "
+                "computes gradients twice in a step (SAM) is no pipeline",
             )
 
 

@@ -72,7 +72,7 @@ def _path_to(code: CodeType, line: int) -> list[tuple[ast.stmt, list[ast.stmt]]]
     blocks: list[list[ast.stmt]] = [tree.body]
     while blocks:
         block = blocks.pop()
-        for index, statement in enumerate(block):
+        for index, statement in reversed([*enumerate(block)]):  # several may be on one line
             if _holds(statement, line):
                 path.append((statement, block[index + 1 :]))
                 if isinstance(statement, _FUNCTIONS | ast.ClassDef):

@@ -41,7 +41,13 @@ PACKAGES = {
     "sft_trl": "trl",
 }
 """The scripts, and what each needs."""
-MORE = ("graphs_in_batches", "trainer_class", "micro_steps")
+MORE = {
+    "graphs_in_batches": "torch",
+    "trainer_class": "torch",
+    "micro_steps": "torch",
+    "own_fitter": "torch",
+    "t5_lora_loop": "peft",
+}
 NAMES = [*PACKAGES, *(pytest.param(name, marks=pytest.mark.product) for name in MORE)]
 WHOLE = {"digits_cnn", "amp_accumulation"}
 """Scripts whose batches are not divided: a batch norm computes with the samples of a micro-batch,
@@ -83,7 +89,7 @@ def job_of(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_script_trains_as_by_itself(job_of, tmp_path, monkeypatch, name):
     """The model's graph is captured, too; that pipelines train what it says is held elsewhere."""
-    pytest.importorskip(PACKAGES.get(name, "torch"))
+    pytest.importorskip({**PACKAGES, **MORE}[name])
     monkeypatch.chdir(tmp_path)
     spec, accumulated = job_of(f"{name}.py")
     own = own_losses(Command.of(spec), STEPS)
@@ -103,7 +109,7 @@ def test_a_script_trains_as_by_itself(job_of, tmp_path, monkeypatch, name):
     ],
 )
 def test_a_script_trains_on_two_ranks_as_by_itself(job_of, tmp_path, run_in, train, name):
-    pytest.importorskip(PACKAGES.get(name, "torch"))
+    pytest.importorskip({**PACKAGES, **MORE}[name])
     spec, accumulated = job_of(f"{name}.py")
     count = accumulated if name in WHOLE else 2 * accumulated
     spec = spec.model_copy(

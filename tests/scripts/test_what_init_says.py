@@ -56,6 +56,7 @@ LATER = {
         1,
     ),
     "none": ("fit(model, 0.1, 2)\nmodel.train()\nmodel.eval()\ntest(model)", 0),
+    "none on one line": ("def main(): rate = 0.1; fit(model, rate, 2)\nmain()", 0),
     "none in the next epoch": (
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nfor epoch in range(3):\n"
         "    one_epoch(model, optimizer)\n    one_epoch(model, optimizer)\n    test(model)",
