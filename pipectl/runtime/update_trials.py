@@ -33,6 +33,7 @@ from pipectl.runtime.optimizer import (
     restore_state,
     state_of,
 )
+from pipectl.torch_api import TorchDispatchMode
 
 _MAX_ALIKE = 2
 """Parameters with the same number of dimensions that are in the same group."""
@@ -62,6 +63,8 @@ class _Phase(NamedTuple):
 _PHASES = _Phase(12, 1.0, 1.0, 0.0), _Phase(40, 0.0, 0.1, 0.9), _Phase(8, 0.0, 1e4, 0.5)
 _ROUNDING = 100.0
 """Of the sums of a phase, in units of the last place of 1."""
+_DRAWN = 1e5
+"""Rounding of an optimizer that draws random numbers, in units of the last place of a change."""
 _Sample = Mapping[str, Tensor]
 """Trial parameters by the names of real ones: of their shape and type, without values."""
 
@@ -78,9 +81,10 @@ def refuse_coupled_updates(job: CapturedJob, device: torch.device) -> None:
     """
     sample, together = _try(job, device)
     names = list(together)
+    is_exact = bool(names) and _draws(job, sample, device)
     for place in range(min(len(names), _MAX_PARTS)):
         part = {name: sample[name] for name in names[place::_MAX_PARTS]}
-        if _some_differ(together, _updates(job, part, device)):
+        if _some_differ(together, _updates(job, part, device), is_exact=is_exact):
             raise CaptureError(
                 f"optimizer: {job.spec.optimizer.factory} updates a parameter differently "
                 "if there are others (by a number that it computes of all of them, such as a norm "
@@ -257,6 +261,44 @@ def _updates(
     return changes
 
 
+def _draws(job: CapturedJob, sample: _Sample, device: torch.device) -> bool:
+    """Whether an optimizer draws random numbers, of which a little may be taken for rounding.
+
+    What it draws by a generator of numpy of its own is not seen.
+    """
+    gradients = {name: _Gradients(name, like, device) for name, like in sample.items()}
+    parameters = {name: nn.Parameter(each.draw()) for name, each in gradients.items()}
+    with _same_draws():
+        watch = _Draws()  # type: ignore[no-untyped-call]
+        before = _shared_generators()
+        try:
+            optimizer: Any = _made(job, parameters).optimizer
+            for _ in range(_PHASES[0].steps):
+                for name, parameter in parameters.items():
+                    parameter.grad = gradients[name].of(_PHASES[0])
+                with watch:
+                    optimizer.step()
+        except Exception:  # it may not run in such a mode
+            return False
+        return bool(watch.seen or _shared_generators() != before)
+
+
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees whether operators of torch draw random numbers."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def _shared_generators() -> Any:
+    """The states of the generators of Python and of numpy."""
+    of_numpy: Any = np.random.get_state()
+    return random.getstate(), of_numpy[1].tobytes(), of_numpy[2]
+
+
 @contextmanager
 def _same_draws() -> Iterator[None]:
     """Let every trial draw the same numbers, and leave all generators as they are."""
@@ -307,17 +349,28 @@ class _Gradients:
         return phase.size * 10**exponent * values
 
 
-def _some_differ(found: Mapping[str, list[Tensor]], others: Mapping[str, list[Tensor]]) -> bool:
-    """Whether a parameter changes in another way; one whose update failed tells nothing."""
-    return any(_differ(found[name], others[name]) for name in found.keys() & others.keys())
+def _some_differ(
+    found: Mapping[str, list[Tensor]],
+    others: Mapping[str, list[Tensor]],
+    *,
+    is_exact: bool = False,
+) -> bool:
+    """Whether a parameter changes in another way; one whose update failed tells nothing.
+
+    Args:
+        is_exact: whether to take less for rounding.
+    """
+    names = found.keys() & others.keys()
+    return any(_differ(found[name], others[name], is_exact=is_exact) for name in names)
 
 
-def _differ(one: list[Tensor], other: list[Tensor]) -> bool:
+def _differ(one: list[Tensor], other: list[Tensor], *, is_exact: bool) -> bool:
     """Whether the changes of a parameter differ by more than rounding in some phase."""
     for a, b in zip(one, other, strict=True):
         difference = torch.where((a == b) | (a.isnan() & b.isnan()), 0, (a - b).abs())
-        rounding = _ROUNDING * torch.finfo(b.dtype).eps
-        if not float(difference.max()) <= rounding + _TOLERANCE * float(b.abs().max()):
+        unit = torch.finfo(b.dtype).eps
+        tolerance = min(_TOLERANCE, _DRAWN * unit) if is_exact else _TOLERANCE
+        if not float(difference.max()) <= _ROUNDING * unit + tolerance * float(b.abs().max()):
             return True
     return False
 

@@ -123,6 +123,30 @@ class Ahead(torch.optim.SGD):
             parameter.data /= 2
 
 
+class Stirring(torch.optim.SGD):
+    """Adds noise that is small beside an update."""
+
+    def __init__(self, parameters: Any, how: str) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.how, self.own = how, torch.Generator().manual_seed(1)
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            state, size = self.state[parameter], 1e-3
+            state["count"] = count = state.get("count", 0) + 1
+            if self.how == "python":
+                size *= random.random()
+            elif self.how == "numpy":
+                size *= float(np.random.rand())
+            else:
+                generator = {"torch": None, "generator": self.own}.get(
+                    self.how, torch.Generator().manual_seed(count)
+                )
+                size = 1e-3 * torch.rand(parameter.shape, generator=generator)
+            parameter.data += size
+        super().step()
+
+
 class Late(torch.optim.SGD):
     """Does something only now and then, that needs all parameters or changes what is its own."""
 
@@ -491,6 +515,7 @@ def test_state_that_no_checkpoint_has_is_found(
     [
         *(("Coupled", {"kind": kind}) for kind in ("all", "groups", "noise")),
         *(("Late", {"how": how}) for how in ("estimates", "clips", "pulls", "float32")),
+        *(("Stirring", {"how": how}) for how in ("python", "numpy", "torch", "generator")),
     ],
 )
 def test_an_optimizer_that_looks_at_all_parameters_is_refused(
@@ -502,6 +527,10 @@ def test_an_optimizer_that_looks_at_all_parameters_is_refused(
         made = job(optimizer={**optimizer, "groups": groups})
         with pytest.raises(CaptureError, match=rf"\.py:{name} updates a parameter differently"):
             refuse_coupled_updates(made, torch.device("cpu"))
+
+
+def test_an_optimizer_may_draw_numbers_that_follow_from_the_step_alone(job: Maker) -> None:
+    refuse_coupled_updates(job("Stirring", {"how": "seeded"}), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("where", ["class", "module"])
