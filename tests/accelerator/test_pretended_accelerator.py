@@ -3,7 +3,8 @@
 Its tensors are of a device of their own, whose operators refuse tensors of the CPU; messages,
 offload and checkpoints go the way they go on any accelerator. It is late: an operator that uses
 memory without having waited for its last use fails, and the host does not see what is copied to it
-before it has waited. What it cannot show is speed, and memory that the host does not reach.
+before it has waited. What it cannot show is speed (of snapshots for checkpoints, say, which are
+copied while the rank waits), memory that the host does not reach, and memory of other processes.
 """
 
 from __future__ import annotations

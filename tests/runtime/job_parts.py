@@ -342,6 +342,18 @@ class Scaling(Model):
         return super().forward(x * torch.tensor([first, 1.0, 1.0, 1.0, 1.0, last]))
 
 
+class Holding(Model):
+    """Three constants: one of training, one of evaluation, and one of both."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.shared, self.first, self.last = (torch.full((count,), f) for f in (1.0, 2.0, 3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = self.first if self.training else self.last
+        return super().forward(x + self.shared.mean() + own.mean())
+
+
 class Averaging(Model):
     """Computes with a running mean of its own, which each micro-batch moves."""
 

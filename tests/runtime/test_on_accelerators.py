@@ -6,6 +6,7 @@ does not magnify what is tiny.
 
 from __future__ import annotations
 
+import math
 import pickle
 from itertools import pairwise
 from pathlib import Path
@@ -15,13 +16,18 @@ import torch
 from mpi4py import MPI
 from torch import Tensor, nn
 
+from pipectl.capture import CapturedJob, Cut, Slot
+from pipectl.capture.slices import Span
 from pipectl.profile import Profile
 from pipectl.runs import read_errors, read_heartbeat
 from pipectl.runtime import checkpoint
 from pipectl.runtime.checkpoint import Keep, Saver, take_snapshot
+from pipectl.runtime.device import AcceleratorDevice
 from pipectl.runtime.manifest import Manifest
 from pipectl.runtime.optimizer import Updater
+from pipectl.runtime.stage import Stage
 from pipectl.runtime.staging import CopyStream, Staging
+from pipectl.runtime.vote import Origins
 
 MODELS = Path(__file__).parents[1] / "equality" / "models.py"
 PARTS = Path(__file__).with_name("job_parts.py")
@@ -29,6 +35,8 @@ TOKENS = {"loss": f"{MODELS}:token_loss", "data": {"factory": f"{MODELS}:Tokens"
 IMAGES = {"loss": "torch.nn:CrossEntropyLoss", "data": {"factory": f"{MODELS}:Images"}}
 TIED, GPT = ({"model": f"{MODELS}:{name}", **TOKENS} for name in ("tied", "gpt"))
 CNN = {"model": f"{MODELS}:cnn", **IMAGES}
+HELD = 1 << 20
+HOLDING = {"model": {"factory": f"{PARTS}:Holding", "kwargs": {"count": HELD}}}
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator here"),
@@ -171,3 +179,34 @@ def test_a_rank_out_of_memory_leaves_a_snapshot_of_what_the_accelerator_holds(
     assert str(file) in error.hint
     assert "pipeline.memory_limit" in error.hint
     assert pickle.loads(file.read_bytes())
+
+
+@pytest.mark.skipif(not hasattr(torch.ops.pretended, "counts"), reason="only the pretended counts")
+def test_numbers_of_outputs_are_read_at_the_end_of_a_step_only() -> None:
+    """Whether what stages send is finite: no forward waits for it."""
+    device = torch.accelerator.current_accelerator()
+    origins, sent, loss = Origins({"sent"}, "loss"), Slot("sent"), Slot("loss")
+    outputs = [torch.full((8,), value, device=device) for value in (1.0, 2.0, math.nan, 3.0)]
+    waits, _ = torch.ops.pretended.counts()
+    for number, output in enumerate(outputs):
+        origins.note(number, 1, {sent: output, loss: output[0]}, lambda: pytest.fail("searched"))
+    assert torch.ops.pretended.counts()[0] == waits
+    assert origins.take_first(4) == (2, 1)
+    assert torch.ops.pretended.counts()[0] <= waits + 2
+
+
+def test_numbers_that_graphs_hold_are_on_the_accelerator_once(make_spec) -> None:
+    """Training and evaluation have a constant in common, and one of their own each."""
+    held_out = {"data": f"{PARTS}:Samples", "every": 1}
+    resources = {"tasks_per_node": 1, "gpus_per_node": 1}
+    job = CapturedJob(make_spec(1, **HOLDING, evaluation=held_out, resources=resources))
+    cuts = {}
+    for trains, graph in ((True, job.training_graph(2)), (False, job.evaluation_graph(2))):
+        stage_of = dict.fromkeys((node.name for node in graph.operators), 0)
+        cuts[trains, Span.of(2)] = Cut(graph, stage_of, training=trains)
+    device = AcceleratorDevice(0)
+    before = torch.accelerator.memory_allocated()
+    stage = Stage(0, cuts, job.states, device)
+    added = torch.accelerator.memory_allocated() - before
+    assert len(stage.parameters) == 6
+    assert 3 * 4 * HELD <= added < 3.5 * 4 * HELD
