@@ -114,4 +114,5 @@ def _loader_of(spec: JobSpec, item: Factory, section: str, dataset: Any) -> Load
         buckets=data.buckets,
         pad=data.pad,
         section=section,
+        in_turn=getattr(dataset, "in_turn", None) if training else None,
     )

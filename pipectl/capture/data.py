@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from copy import copy
 from functools import cached_property
-from itertools import count, islice
+from itertools import chain, count, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,6 +73,9 @@ class Samples(NamedTuple):
         return len(self.positions)
 
 
+InTurn = tuple[int, int, bool]
+"""Processes that each read an iterable dataset and make batches, which are taken from one process
+after the other; the samples of a batch; and whether incomplete batches are left out."""
 Pieces = Callable[[Samples], Sequence[range]]
 """From a batch to the positions in it that are loaded, piece by piece."""
 
@@ -86,13 +89,15 @@ class Loader:
         seed: of the run.
         batch_size: samples per batch; None for all of the dataset, or of a bucket.
         drop_last: whether an incomplete last batch of an epoch is left out.
-        workers: number of loader processes; 0 loads in this process.
+        workers: number of loader processes; 0 loads in this process. One of them reads an iterable
+            dataset: several would each read all of it, or samples in another order.
         shuffle: whether each epoch has an order of its own.
         buckets: padded lengths of sequences, ascending; empty without padding.
         pad: the padding values of fields, by name.
         section: of the spec that names the dataset.
         order: returns the indices of the samples of an epoch, which may repeat some and leave some
             out; by default each sample comes once.
+        in_turn: how a ``DataLoader`` of torch reads an iterable dataset, if it is to be read so.
     """
 
     def __init__(
@@ -108,13 +113,14 @@ class Loader:
         pad: Mapping[str, float] | None = None,
         section: str = "data",
         order: Callable[[int], Sequence[int]] | None = None,
+        in_turn: InTurn | None = None,
     ) -> None:
         self._dataset = dataset
         self._seed = seed
         self._batch_size, self._drop_last = batch_size, drop_last
         self._workers = workers
         self._shuffle = shuffle
-        self._order = order
+        self._order, self._in_turn = order, in_turn
         self._lengths, self._pad, self._section = buckets, dict(pad or {}), section
         self._iterable = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
         self.collate: Callable[[list[Any]], Any] = getattr(dataset, "collate_fn", default_collate)
@@ -349,13 +355,16 @@ class Loader:
             _skip(samples, batch.size - position)
 
     def _endless(self) -> Iterator[Any]:
+        processes, size, drop_last = self._in_turn or (0, 1, False)
+        if processes < 2:  # the same samples, wherever they are read
+            processes = min(self._workers, 1)
         for epoch in count():
             samples = _SeededStream(self._dataset, self._seed, epoch)
             empty = True
-            loaded = DataLoader(
-                samples, batch_size=None, collate_fn=_as_it_is, num_workers=self._workers
+            batches: Iterable[list[Any]] = DataLoader(
+                samples, size, collate_fn=_as_it_is, num_workers=processes, drop_last=drop_last
             )
-            for sample in _loaded(loaded):
+            for sample in chain.from_iterable(_loaded(batches)):
                 empty = False
                 yield sample
             if empty:
@@ -382,9 +391,9 @@ class Loader:
             ) from error
 
 
-def _as_it_is(sample: Any) -> Any:
-    """Leave a sample for ``collate_fn``; ``DataLoader`` would convert it to tensors."""
-    return sample
+def _as_it_is(samples: list[Any]) -> list[Any]:
+    """Leave samples for ``collate_fn``; ``DataLoader`` would convert it to tensors."""
+    return samples
 
 
 def _skip(samples: Iterator[Any], count: int) -> None:

@@ -51,7 +51,7 @@ def prepare(arguments: list[str]) -> None:
     with suppress(PipectlError, OSError, ValueError, IndexError):
         directory = RunDirectory(Path(arguments[arguments.index("--run") + 1]))
         spec = load(directory.job)
-        if spec.data.workers:
+        if spec.data.workers or spec.data.is_of_script:  # a script may have processes of its own
             os.environ.update({**_FORKS, **os.environ})
         rank, count = local_rank(os.environ), spec.resources.gpus_per_node
         if rank is not None and count and torch.accelerator.is_available():

@@ -290,11 +290,18 @@ class Samples(Dataset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    """The script's iterable dataset, as a job reads it."""
+    """The script's iterable dataset, as a job reads it.
 
-    def __init__(self, dataset: Any, collate: Collate) -> None:
-        self._dataset = dataset
+    Attributes:
+        collate_fn: makes a batch.
+        in_turn: the loader's processes, the samples of its batches, and whether it leaves
+            incomplete ones out. Its samples follow from these.
+    """
+
+    def __init__(self, loader: DataLoader[Any], collate: Collate) -> None:
+        self._dataset = loader.dataset
         self.collate_fn = collate
+        self.in_turn = loader.num_workers, batch_size_of(loader) or 1, loader.drop_last
 
     def __iter__(self) -> Iterator[Any]:
         with directory(self.collate_fn.directory):
@@ -372,6 +379,6 @@ def samples_of(
             hint="let the dataset give samples, and the DataLoader make batches of them",
         )
     if isinstance(loader.dataset, IterableDataset):
-        return Stream(loader.dataset, collate)
+        return Stream(loader, collate)
     order = Order(loader, start, told, repeats=repeats, between=between)
     return Samples(loader.dataset, collate, order)

@@ -165,7 +165,9 @@ class Data(Part):
     """
 
     workers: types.Natural = 0
-    """Processes that load samples, per rank."""
+    """Processes that load samples, per rank. They change no sample: iterable data are read by one
+    of them, since each of several would read all of it, or a part in another order. Those of a
+    script are read by as many as its `DataLoader` has, which decide which samples come."""
     drop_last: types.Flag = False
     """Leave out the last batch of an epoch if it is not full. Batches of iterable data are always
     full: they continue into the next epoch."""

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from pipectl.capture.batch import Reader, by_name
 from pipectl.capture.data import Loader, Samples
@@ -143,6 +143,26 @@ def test_an_iterable_goes_round_and_round_in_full_batches(dataset: Any) -> None:
     assert [len(batch) for batch in found] == [3, 1] * 4
     assert sorted(indices(found)[:5]) == list(range(5)) == sorted(indices(found)[5:10])
     assert indices(found)[:5] != indices(found)[5:10]
+
+
+class Shared(IterableDataset):
+    """Each process reads a part, if there are several, by torch's usual way to share out."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        process = get_worker_info()
+        first, stride = (0, 1) if process is None else (process.id, process.num_workers)
+        return map(noisy, range(first, 10, stride))
+
+
+@pytest.mark.parametrize("dataset", [Stream(10), Plain(), Shared()], ids=["torch", "plain", "own"])
+def test_the_number_of_loading_processes_changes_no_sample_of_an_iterable(dataset: Any) -> None:
+    """Neither if a run goes on with another number."""
+    here = torch.cat(taken(Loader(dataset, seed=1, batch_size=4), 6, 2))
+    elsewhere = Loader(dataset, seed=1, workers=3, batch_size=4)
+    assert torch.equal(torch.cat(taken(elsewhere, 6, 2)), here)
+    planned = list(islice(elsewhere.batches(), 6))
+    resumed = [inputs for inputs, _ in elsewhere.micro_batches(planned, 4, skipped=3)]
+    assert torch.equal(torch.cat(resumed), here[12:])
 
 
 @pytest.mark.parametrize("dataset", [Mapped(12), Stream(), Plain()], ids=["map", "torch", "plain"])

@@ -1,15 +1,19 @@
 """How many steps a script makes, in which order it reads samples, and what init says of losses."""
 
+import json
 import signal
 import sys
+from itertools import islice
 
 import pytest
 import torch
 
+from pipectl.capture.build import training_loader
 from pipectl.errors import CaptureError
 from pipectl.script import Command, Parts, order
 from pipectl.script.findings import steps_of
 from pipectl.script.halves import Kind, kind_of_loss
+from pipectl.spec import load
 
 ENDS = {
     "counts and breaks": (
@@ -165,6 +169,47 @@ def test_an_epoch_without_end_is_drawn_part_by_part(beginning, tmp_path, monkeyp
         before = torch.get_rng_state()
         assert [data[i][0][0] for i in data.order(epoch)] == wanted[epoch].tolist()
         assert torch.equal(torch.get_rng_state(), before)
+
+
+STREAM = """
+class Rows(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        process = torch.utils.data.get_worker_info()
+        shares = {shares} and process is not None
+        first, stride = (process.id, process.num_workers) if shares else (0, 1)
+        return ((data[i][0], data[i][1]) for i in range(first, 22, stride))
+loader = DataLoader(Rows(), batch_size=4, num_workers={processes}, drop_last={drops})
+for epoch in range(2):
+    for x, y in loader:
+        order.append(x[:, 0])
+        {step}
+"""
+
+
+@pytest.mark.parametrize(
+    ("processes", "shares", "drops"),
+    [(2, False, True), (3, True, False), (0, False, True)],
+    ids=["each reads all", "each reads a part", "in the script"],
+)
+def test_an_iterable_is_read_as_by_the_loader_of_the_script(
+    beginning, tmp_path, processes, shares, drops
+):
+    """Whatever data.workers says, since its processes decide which samples come."""
+    text = STREAM.format(processes=processes, shares=shares, drops=drops, step="{step}")
+    command = written(tmp_path, beginning, text)
+    space: dict[str, list[torch.Tensor]] = {}
+    exec((tmp_path / "script.py").read_text(), space)
+    wanted = torch.cat(space["order"])
+    parts = Parts.of(command)
+    training = {"batch_size": 4, "steps": 1}
+    for workers in {0, processes}:
+        job = {"script": {"file": command.file}, "training": training, "data": {"workers": workers}}
+        path = tmp_path / "job.yaml"
+        path.write_text(json.dumps(job))
+        loader = training_loader(load(path), parts)
+        batches = list(islice(loader.batches(), len(wanted) // 4))
+        read = torch.cat([inputs["0"][:, 0] for inputs, _ in loader.micro_batches(batches, 4)])
+        assert torch.equal(read, wanted[: len(read)])
 
 
 def test_an_iterator_that_is_made_early_draws_its_order_when_it_is_read(beginning, tmp_path):
