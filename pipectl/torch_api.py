@@ -122,6 +122,19 @@ def buffers_of(module: nn.Module) -> dict[str, Any]:
     return module._buffers
 
 
+def persistent_names(module: nn.Module) -> set[str]:
+    """Return the names of all parameters and buffers that belong in a state dict, each of those of
+    a tensor with several; what hooks rename or leave out in a state dict is among them.
+    """
+    found = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    for path, part in module.named_modules(remove_duplicate=False):
+        own = part._buffers.items()
+        names = [n for n, buffer in own if buffer is not None]
+        prefix = f"{path}." if path else ""
+        found |= {prefix + name for name in names if name not in part._non_persistent_buffers_set}
+    return found
+
+
 def forward_hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
     """Return the hooks before and after the forward of a module."""
     return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]

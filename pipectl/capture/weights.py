@@ -74,7 +74,7 @@ class Weights:
         names = {name: [own_name(name)] for name in states if in_model(name)}
         for further, name in tied.items():
             names.setdefault(name, [own_name(name)]).append(own_name(further))
-        persistent = wrapper.state_dict(keep_vars=True)
+        persistent = {tied.get(name, name) for name in wrapper.state_dict(keep_vars=True)}
         lacking, wrong = list[str](), list[str]()
         for name, aliases in names.items():
             stored = next((each for each in aliases if each in self._file_of), None)

@@ -118,7 +118,12 @@ class Manifest(DataFile):
         return {**super().to_json(), **values, **best}
 
     def save(self, path: Path) -> None:
-        """Write it into a checkpoint, the directory of its files."""
+        """Write it into a checkpoint, the directory of its files.
+
+        Raises:
+            DataFileError: it could not be read again.
+        """
+        self._check(MANIFEST)
         super().save(path / MANIFEST)
 
     @classmethod
@@ -134,14 +139,17 @@ class Manifest(DataFile):
     def from_json(cls, document: Mapping[str, Any], *, file: str = MANIFEST) -> Manifest:
         """The inverse of :meth:`to_json`; see :meth:`load`."""
         manifest = super().from_json(document, file=file)
-        names = {name for shard in manifest.weights for name in shard.names}
         for key in ("shards", "training"):
             if key not in document:
                 raise DataFileError(f"{file}: {key}: missing", hint=cls.hint)
-        if not names.issuperset(manifest.aliases.values()):
-            message = "must give each further name of a saved weight"
-            raise DataFileError(f"{file}: aliases: {message}", hint=cls.hint)
+        manifest._check(file)
         return manifest
+
+    def _check(self, file: str) -> None:
+        names = {name for shard in self.weights for name in shard.names}
+        if not names.issuperset(self.aliases.values()):
+            message = "must give each further name of a saved weight"
+            raise DataFileError(f"{file}: aliases: {message}", hint=self.hint)
 
 
 def sha256_of(path: Path) -> str:

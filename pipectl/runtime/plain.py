@@ -50,7 +50,7 @@ from pipectl.runtime.gradients import gradients_of
 from pipectl.runtime.optimizer import Updater, make_updater, refuse_half_parameters
 from pipectl.runtime.saved_tensors import nodes_behind, run_backward
 from pipectl.spec import JobSpec, load
-from pipectl.torch_api import edge_of, number_of, pytree
+from pipectl.torch_api import edge_of, number_of, persistent_names, pytree
 from pipectl.units import printable
 
 LOSSES = "losses.json"
@@ -58,8 +58,6 @@ CHANGED = "changed"
 """Key in this file: what the user's code keeps in Python objects and has changed in training."""
 _CAST = "ToCopyBackward0"
 """Autograd's node of a cast, of which autocast makes one for all uses of a parameter."""
-_EXTRA = "_extra_state"
-"""Torch's key for a module's own extra part of a state dict."""
 Batch = tuple[Any, Any]
 
 
@@ -266,9 +264,11 @@ class FirstWeights(Mapping[str, Tensor]):
 
 
 def _states(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of its state dict, which may have more (``get_extra_state``)."""
-    states = module.state_dict(keep_vars=True).items()
-    return {name: each for name, each in states if name.rpartition(".")[2] != _EXTRA}
+    """The parameters and buffers that belong in a state dict, as a checkpoint has them."""
+    states: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    states |= module.named_buffers(remove_duplicate=False)
+    kept = persistent_names(module)
+    return {name: states[name] for name in states if name in kept}
 
 
 def name_of_loss(name: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from pipectl import torch_api
 from pipectl.cluster import Cluster
 from pipectl.errors import PipectlError, UsageError
 from pipectl.files import write_text
@@ -15,7 +16,7 @@ from pipectl.runs import StartDirectory
 from pipectl.runs.phases import TRAINS, evaluates
 from pipectl.runtime.alarm import Alarm, OtherRankError
 from pipectl.runtime.asynchronous import AsynchronousSteps
-from pipectl.runtime.checkpoint import Keep, Saver, Stored, plain_name, take_snapshot
+from pipectl.runtime.checkpoint import Keep, Saver, Stored, saved_names, take_snapshot
 from pipectl.runtime.manifest import Manifest
 from pipectl.runtime.rank_process import say, warn
 from pipectl.runtime.rebalancing import Rebalancing
@@ -85,11 +86,8 @@ class Trainer:
         watching = gather_all(setup.communicator, self._step_end.updater.watches)
         self._keeps_evaluations = self._early_stopping.watches or any(watching)
         self._room_bytes = self._room_for_copies(cluster)
-        # The parameters and buffers of all ranks that a state dict holds.
-        self._persistent = set(setup.job.wrapper.state_dict(keep_vars=True))
-        tied = setup.job.tied.items()
-        named = [(plain_name(n), plain_name(first)) for n, first in tied if n in self._persistent]
-        self._aliases = {n: first for n, first in named if n is not None and first is not None}
+        persistent = torch_api.persistent_names(setup.job.wrapper)
+        self._names, self._aliases = saved_names(persistent, setup.job.tied)
         self._saver = self._make_saver()
         kind = AsynchronousSteps if is_unflushed(setup.plan) else SynchronousSteps
         self._steps: Steps = kind(
@@ -343,7 +341,7 @@ class Trainer:
         with setup.device.copying() as leave_out:
             snapshot = take_snapshot(
                 setup.saved,
-                self._persistent,
+                self._names,
                 updater,
                 step_end.owned_parameters,
                 self._room_bytes,

@@ -263,6 +263,19 @@ def test_a_checkpoint_that_does_not_fit(start: Start, change: Any, said: str) ->
         start(changed or {"a": torch.ones(1)})
 
 
+def test_a_buffer_that_only_its_second_name_keeps_is_not_left_as_it_was(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(1)}, tmp_path / "w.safetensors")
+    wrapper = nn.Module()
+    wrapper.model = nn.Module()
+    wrapper.model.register_buffer("a", torch.zeros(1))
+    wrapper.model.register_buffer("mask", torch.zeros(1), persistent=False)
+    wrapper.model.register_buffer("bias", wrapper.model.mask)
+    states = {f"model.{name}": getattr(wrapper.model, name) for name in ("a", "mask")}
+    weights = Weights(tmp_path / "w.safetensors")
+    with pytest.raises(DataFileError, match="does not fit the model: has no 'mask'"):
+        weights.match(wrapper, states, {"model.bias": "model.mask"})
+
+
 def test_files_that_are_no_checkpoints_or_missing(tmp_path: Path, start: Start) -> None:
     (tmp_path / "w.safetensors").write_bytes(b"not at all")
     (tmp_path / "w.index.json").write_text("{}")

@@ -44,7 +44,7 @@ def save(model, finished, of_loss):
     for step in (5, 10):
         best = Best(5, "accuracy", "max", 0.75)
         manifest = Manifest(step, 4, {"second.weight": "first.weight"}, best=best)
-        saver.start(manifest, take_snapshot(found, set(found), Updater(None, None), {}))
+        saver.start(manifest, take_snapshot(found, {n: n for n in found}, Updater(None, None), {}))
         found = {name: tensor + 1 for name, tensor in found.items()}
     saver.finish()
     return finished

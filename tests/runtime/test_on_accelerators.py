@@ -111,7 +111,9 @@ def test_optimizers_go_on_with_their_numbers_where_they_were(
     update(first)
     saver = Saver(MPI.COMM_SELF, tmp_path, Keep(1), 1, print)
     named = {"model.scale": parameters[0]}
-    saver.start(Manifest(1, 1, {}), take_snapshot(named, {*named}, Updater(first, None), named))
+    saver.start(
+        Manifest(1, 1, {}), take_snapshot(named, {n: n for n in named}, Updater(first, None), named)
+    )
     saver.finish()
     stored, named = checkpoint.load(tmp_path / "step-000001"), {"model.scale": parameters[1]}
     stored.restore_states(named)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -85,9 +85,32 @@ def _write(
     return [Shard(file, size_bytes, sha256, tuple(sorted(names)))]
 
 
+def saved_names(
+    persistent: Collection[str], tied: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Under which names tensors are saved, of all ranks.
+
+    Args:
+        persistent: full names that belong in a state dict.
+        tied: the first name of each tensor by its further names, in the order of the model. The
+            first may be that of a buffer that does not belong in a state dict.
+
+    Returns:
+        By the first name of a tensor, that under which it is saved; by further names in the user's
+        model, the name in the model that has the tensor.
+    """
+    names, aliases = {name: name for name in persistent if name not in tied}, dict[str, str]()
+    for further, first in tied.items():
+        if further in persistent and (kept := names.setdefault(first, further)) != further:
+            plain, own = plain_name(further), plain_name(kept)
+            if plain is not None and own is not None:
+                aliases[plain] = own
+    return names, aliases
+
+
 def take_snapshot(
     states: Mapping[str, Tensor],
-    persistent: Container[str],
+    names: Mapping[str, str],
     updater: Updater,
     updated: Mapping[str, nn.Parameter],
     room_bytes: int | None = None,
@@ -96,7 +119,7 @@ def take_snapshot(
 
     Args:
         states: its parameters and buffers, by full name.
-        persistent: those of them that a state dict holds.
+        names: see :func:`saved_names`; others do not belong in a state dict.
         updated: the parameters whose optimizer state this rank saves.
         room_bytes: for the copy; None if there is enough.
 
@@ -105,13 +128,18 @@ def take_snapshot(
     """
     weights, training, loss = dict[str, Tensor](), dict[str, Tensor](), list[str]()
     for name, tensor in states.items():
-        plain = plain_name(name)
-        if plain is not None and name in persistent:
+        kept = names.get(name)
+        if kept != name:  # it is restored by its first name
+            training[state_key(name)] = tensor
+        if kept is None:
+            continue
+        plain = plain_name(kept)
+        if plain is not None:
             weights[plain] = tensor
         else:
-            training[state_key(name)] = tensor
-            if name in persistent and name_in_loss(name) is not None:
-                loss.append(name)
+            training[state_key(kept)] = tensor
+            if name_in_loss(kept) is not None:
+                loss.append(kept)
     tensors, optimizer = updater.state(updated)
     training |= tensors
     snapshot = Snapshot(weights, training, optimizer, loss)

@@ -70,7 +70,7 @@ def save(directory: Path, steps: list[int], keep: int) -> None:
     saver = Saver(MPI.COMM_SELF, directory, Keep(keep), int(os.environ["TEST_START"]), print)
     for step in steps:
         states = {"model.a": torch.full((3,), float(step)), "loss.b": torch.ones(2)}
-        own = take_snapshot(states, {"model.a"}, Updater(None, None), {})
+        own = take_snapshot(states, {"model.a": "model.a"}, Updater(None, None), {})
         saver.start(Manifest(step, 4, {}), own)
     saver.finish()
 

@@ -17,11 +17,12 @@ from mpi4py import MPI
 from safetensors.torch import load_file
 from torch import nn
 
+from pipectl import torch_api
 from pipectl.capture import tensor_file
 from pipectl.errors import CaptureError, DataFileError, MismatchError, UsageError
 from pipectl.runs import best_checkpoint, checkpoints, step_of
 from pipectl.runtime import checkpoint
-from pipectl.runtime.checkpoint import Keep, Saver, take_snapshot
+from pipectl.runtime.checkpoint import Keep, Saver, saved_names, take_snapshot
 from pipectl.runtime.manifest import Manifest
 from pipectl.runtime.optimizer import Updater
 from pipectl.runtime.stopping import EarlyStopping
@@ -55,7 +56,7 @@ def save(
     **more: Any,
 ) -> Path:
     writer = Saver(MPI.COMM_SELF, directory, keep, 1, *(further or [print]))
-    own = take_snapshot(states, states.keys() - LEFT_OUT, Updater(None, None), {})
+    own = take_snapshot(states, {n: n for n in states.keys() - LEFT_OUT}, Updater(None, None), {})
     losses = (0.5, math.nan, math.inf, -math.inf)
     writer.start(Manifest(step, 4, {"b.weight": "a.weight"}, losses=losses, **more), own)
     writer.finish()
@@ -93,6 +94,44 @@ def test_all_states_come_back_and_the_weights_have_the_names_of_the_users_model(
     for name, tensor in {"c": torch.ones(1), "count": torch.ones(3), "half": torch.ones(2)}.items():
         with pytest.raises(MismatchError, match="step-000007: has"):
             stored.restore_states({f"model.{name}": tensor})
+
+
+class Renaming(nn.Module):
+    """A buffer that only its second name keeps, and a parameter that a hook leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(1, 1), nn.Module(), nn.Module()
+        mask = torch.ones(2)
+        self.a.register_buffer("mask", mask, persistent=False)
+        self.b.register_buffer("bias", mask)
+        self.c.register_buffer("bias", mask)
+        self.register_buffer("scratch", torch.zeros(1), persistent=False)
+        self.register_state_dict_post_hook(lambda _, found, *__: found.pop("a.weight"))
+
+
+def test_a_tensor_is_saved_under_its_first_name_in_a_state_dict_and_restored(tmp_path):
+    model = Renaming()
+    persistent = {f"model.{name}" for name in torch_api.persistent_names(model)}
+    tied = {"model.b.bias": "model.a.mask", "model.c.bias": "model.a.mask"}
+    names, aliases = saved_names(persistent, tied)
+    first = {"model.a.mask": model.a.mask, "model.scratch": model.scratch}
+    states = {f"model.{name}": each.detach() for name, each in model.named_parameters()} | first
+    writer = Saver(MPI.COMM_SELF, tmp_path, THREE, 1, print)
+    writer.start(Manifest(1, 4, aliases), take_snapshot(states, names, Updater(None, None), {}))
+    writer.finish()
+    stored = checkpoint.load(tmp_path / "step-000001")
+    assert stored.keys() == {"a.weight", "a.bias", "b.bias", "c.bias"}
+    assert torch.equal(stored["c.bias"], torch.ones(2))
+    found = {name: torch.full_like(tensor, 7) for name, tensor in states.items()}
+    stored.restore_states(found)
+    assert all(same(found[name], tensor) for name, tensor in states.items())
+
+
+def test_a_manifest_that_could_not_be_read_again_is_not_written(tmp_path):
+    with pytest.raises(DataFileError, match=r"manifest\.json: aliases: must give"):
+        Manifest(1, 4, {"b.bias": "a.mask"}).save(tmp_path)
+    assert not any(tmp_path.iterdir())
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -269,9 +308,10 @@ def test_training_goes_on_to_the_bit_from_a_checkpoint(tmp_path, monkeypatch, na
     updater = Updater(kind(parameters.values(), lr=0.1), None, parameters=parameters)
     train(updater, parameters, range(3))
     states = {**parameters, "model.count": number, "model.scratch": number}
+    names = {name: name for name in (*parameters, "model.count")}
     writer = Saver(MPI.COMM_SELF, tmp_path, Keep(2), 1, warnings.append)
     for step in (2, 3):
-        own = take_snapshot(states, {*parameters, "model.count"}, updater, parameters, room)
+        own = take_snapshot(states, names, updater, parameters, room)
         assert own.is_copy == is_copy == (own.weights["count"].data_ptr() != number.data_ptr())
         writer.start(Manifest(step, 4, {}, updates=updater.updates), own)
     number += 1  # as forwards do
@@ -296,7 +336,7 @@ def test_an_optimizer_that_cannot_be_saved_is_named() -> None:
     optimizer = torch.optim.SGD(list(parameters.values()), lr=0.1)
     optimizer.state[parameters["model.a"]]["seen"] = {object()}
     with pytest.raises(CaptureError, match="the state of a/seen is a set"):
-        take_snapshot(parameters, set(parameters), Updater(optimizer, None), parameters)
+        take_snapshot(parameters, {n: n for n in parameters}, Updater(optimizer, None), parameters)
 
 
 class Nested(torch.optim.Optimizer):
