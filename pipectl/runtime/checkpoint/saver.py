@@ -173,7 +173,7 @@ class Saver:
         elif save.committed.done():
             self._save = None
             if error := save.committed.exception():
-                self._failure = str(error)
+                self._failure = str(error) or type(error).__name__
                 self._tell_failure(save.manifest.step)
 
     def finish(self) -> None:

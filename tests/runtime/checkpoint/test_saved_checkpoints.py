@@ -262,6 +262,10 @@ def test_damage_is_found(tmp_path, name, change, words):
     assert raised.value.hint == "use another checkpoint of the run"
 
 
+def out_of_memory(*_: object) -> Any:
+    raise MemoryError
+
+
 def full(*_: object) -> Any:
     raise OSError(28, "No space left on device")
 
@@ -270,6 +274,7 @@ def full(*_: object) -> Any:
     ("broken", "how", "words"),
     [
         ("snapshot.write_tensors", full, "No space left on device"),
+        ("saver.Manifest.save", out_of_memory, "MemoryError"),
         ("saver.shutil.disk_usage", full, "No space left on device"),
         ("saver.shutil.disk_usage", lambda _: SimpleNamespace(free=20), "454 B, and 20 B are free"),
     ],
