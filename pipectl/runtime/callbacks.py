@@ -21,6 +21,7 @@ from pipectl.older_python import Self
 from pipectl.runs import RunDirectory
 from pipectl.spec import JobSpec
 from pipectl.spec.code_sections import Factory
+from pipectl.spec.settings import values_for_others
 
 Tell = Callable[[dict[str, Any]], object]
 
@@ -41,9 +42,7 @@ class Callbacks:
         try:
             for name, factory in _factories(spec).items():
                 function = factories.find(factory.factory)
-                # Keys and tokens are omitted, since a logger sends its config to a server.
-                private = {"environment": {"variables", "setup"}}
-                config = spec.model_dump(mode="json", exclude=private)
+                config = values_for_others(spec)  # since a logger sends it to a server
                 arguments = run.path, config
                 is_own = name.startswith("callbacks.")
                 key = f"{name}.factory: {factory.factory}" if is_own else name

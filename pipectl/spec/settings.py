@@ -18,6 +18,11 @@ def settings(spec: JobSpec) -> dict[str, Any]:
     return dict(leaves(spec.model_dump(mode="json", exclude=private, exclude_defaults=True)))
 
 
+def values_for_others(spec: JobSpec) -> dict[str, Any]:
+    """Return all values, as JSON has them, without what may be secret."""
+    return spec.model_dump(mode="json", exclude={"environment": _OFTEN_PRIVATE})
+
+
 def differences(
     before: JobSpec, after: JobSpec, *, shared: bool = False
 ) -> dict[str, tuple[Any, Any]]:

@@ -50,7 +50,13 @@ class Loud(Closing):
 def nothing(run, config):
     pass
 """
-SECRET = {"environment": {"variables": {"API_KEY": "swordfish"}, "setup": ["export B=swordfish"]}}
+SECRET = {
+    "environment": {
+        "variables": {"API_KEY": "swordfish"},
+        "setup": ["export B=swordfish"],
+        "teardown": ["curl -H 'Authorization: swordfish' https://localhost"],
+    }
+}
 LINE = {"attempt": 1, "step": 3, "loss": 0.5, "learning_rate": None, "time": 1.7e9}
 
 
