@@ -44,7 +44,8 @@ def save(model, finished, of_loss):
     for step in (5, 10):
         best = Best(5, "accuracy", "max", 0.75)
         manifest = Manifest(step, 4, {"second.weight": "first.weight"}, best=best)
-        saver.start(manifest, take_snapshot(found, {n: n for n in found}, Updater(None, None), {}))
+        names = {name: name for name in found if name != "model.scratch"}
+        saver.start(manifest, take_snapshot(found, names, Updater(None, None), {}))
         found = {name: tensor + 1 for name, tensor in found.items()}
     saver.finish()
     return finished
@@ -117,6 +118,14 @@ def test_directories_for_from_pretrained_have_an_index_of_several_files_and_for_
     checkpoint: Any = torch.distributed.checkpoint
     checkpoint.load(state, checkpoint_id="a/dcp", no_dist=True)
     check_loads(state, model)
+
+
+def test_what_only_training_needs_is_not_needed_for_weights(cli, finished, model):
+    """It may have been deleted for its size."""
+    run = save(model, finished, {"model.scratch": torch.ones(1)})
+    (run / "checkpoints/step-000010/training/rank-0000.safetensors").unlink()
+    assert cli("export", "last").code == 0
+    check_loads(load_file("model.safetensors"), model)
 
 
 def test_names_types_and_files_of_another_directory(cli, saved, model):

@@ -66,8 +66,16 @@ class Stored(Mapping[str, Tensor]):
     @property
     def loss(self) -> StoredLoss:
         """The parameters and buffers of the loss."""
-        files = {self.directory / shard.file for shard in self.manifest.training}
+        files = {self.directory / shard.file for shard in self._shards_of_loss()}
         return StoredLoss(sorted(files), self._reader)
+
+    @property
+    def shards_of_weights(self) -> tuple[Shard, ...]:
+        """The files that have weights of model or loss; others have nothing to export."""
+        return (*self.manifest.weights, *self._shards_of_loss())
+
+    def _shards_of_loss(self) -> Iterator[Shard]:
+        return (s for s in self.manifest.training if any(map(name_in_loss, s.names)))
 
     def check(self, micro_batch_size: int) -> None:
         """Check whether a run with this micro-batch size can resume from here.
@@ -175,11 +183,7 @@ def load(directory: Path, *, weights_only: bool = False) -> Stored:
         DataFileError: a file is missing or damaged.
     """
     stored = Stored(directory)
-    manifest = stored.manifest
-    shards = manifest.shards
-    if weights_only:
-        of_loss = (s for s in manifest.training if any(map(name_in_loss, s.names)))
-        shards = (*manifest.weights, *of_loss)
+    shards = stored.shards_of_weights if weights_only else stored.manifest.shards
     damaged = _damaged(directory, shards)
     if damaged is not None:
         raise DataFileError(f"{directory / damaged}: missing or damaged", hint=_HINT)
