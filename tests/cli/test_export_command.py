@@ -1,6 +1,7 @@
 """`pipectl export`: files that load into the user's own model."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from pipectl.runs import Best
-from pipectl.runtime.checkpoint import Keep, Saver, take_snapshot
+from pipectl.runtime.checkpoint import Keep, Saver, load, take_snapshot
+from pipectl.runtime.checkpoint.export import export_directory
 from pipectl.runtime.manifest import Manifest
 from pipectl.runtime.optimizer import Updater
 
@@ -162,6 +164,7 @@ def test_what_cannot_be_exported_is_named(cli, saved, model):
         ({"first.weight": torch.zeros(5, 4)}, "'first.weight' has shape [5, 4], and [4, 4]"),
         ({"third.weight": torch.zeros(1)}, "the run has no 'third.weight'"),
         ({"norm.bias": None}, "'norm.bias' of the run is not there"),
+        (dict.fromkeys(model.state_dict()), "'first.bias' of the run is not there"),
     ):
         tensors = {**{name: t.clone() for name, t in model.state_dict().items()}, **change}
         save_file({name: t for name, t in tensors.items() if t is not None}, "base.safetensors")
@@ -169,6 +172,34 @@ def test_what_cannot_be_exported_is_named(cli, saved, model):
         assert (result.code, Path("out").exists()) == (3, False)
         assert error in " ".join(result.err.split())
     assert not Path("model.safetensors").exists()
+
+
+def test_what_others_have_put_into_a_shared_directory_is_not_written(cli, saved, model):
+    """Links by names that an export might use; and files are as open as their directory."""
+    base, out, others = (Path(name) for name in ("base", "out", "others"))
+    for directory in (base, out, others):
+        directory.mkdir()
+    (base / "config.json").write_text("{}")
+    save_file({n: t.clone() for n, t in model.state_dict().items()}, base / "a.safetensors")
+    (others / "file").write_text("of another")
+    names = ("config.json", "model.safetensors", "dcp", "single")
+    for name in names:
+        (out / f".{name}.partial").symlink_to(
+            (others / ("" if name == "dcp" else "file")).resolve()
+        )
+    out.chmod(0o755)
+    umask = os.umask(0o022)
+    try:
+        assert cli("export", "last", "--format", "dcp", "-o", "out/dcp").code == 0
+        assert cli("export", "last", "-o", "out/single").code == 0
+        export_directory(load(saved / "checkpoints/step-000010"), out, 10**9, base)
+    finally:
+        os.umask(umask)
+    assert [(path.name, path.read_text()) for path in others.iterdir()] == [("file", "of another")]
+    assert (out / "single").stat().st_mode & 0o777 == 0o644
+    assert (out / "config.json").stat().st_mode & 0o777 == 0o644
+    left = {path.name for path in out.rglob("*") if path.name[0] == "."} - {".metadata"}
+    assert left == {f".{name}.partial" for name in names}
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +23,8 @@ from pipectl.units import did_you_mean, shorten
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _METADATA = {"format": "pt"}
+_MODE = 0o2777
+"""Access of user, group and others to a directory, and whether files in it get its group."""
 _COPIED = frozenset({".jinja", ".json", ".model", ".py", ".tiktoken", ".txt"})
 """Suffixes of the files beside the weights that describe a model and its tokenizer."""
 
@@ -98,7 +101,7 @@ def loss_file(path: Path, *, is_directory: bool) -> Path:
 
 def _counterparts(own: Collection[str], others: Collection[str]) -> dict[str, str]:
     """The checkpoint's name for each other name, with the prefix under which most names match."""
-    probe = max(others, key=len)
+    probe = max(others, key=len, default="")
     prefixes = {("", "")}
     for name in own:
         if name.endswith(f".{probe}"):
@@ -203,17 +206,22 @@ def _parts(layouts: Mapping[str, Tensor], max_bytes: int) -> Iterator[dict[str, 
 
 @contextmanager
 def _whole(path: Path) -> Iterator[Path]:
-    """A temporary file or directory that replaces ``path`` at the end; removed on failure."""
-    partial = path.with_name(f".{path.name}.partial")
+    """A temporary file or directory that replaces ``path`` at the end; removed on failure.
+
+    It is in a directory that nobody else can enter: others may write to that of ``path``.
+    """
+    parent = path.parent
     try:
-        yield partial
-        partial.replace(path)
+        with TemporaryDirectory(
+            prefix=f".{path.name}.", dir=parent, ignore_cleanup_errors=True
+        ) as hidden:
+            new = Path(hidden) / "new"
+            new.mkdir()
+            new.chmod(parent.stat().st_mode & _MODE)  # files are as private as their directory
+            yield new / path.name
+            (new / path.name).replace(path)
     except OSError as error:
         raise UsageError(
             f"{path}: cannot be written: {error.strerror or error}",
             hint="choose a directory you may write to, or free some space",
         ) from error
-    finally:
-        if partial.is_dir():
-            shutil.rmtree(partial)
-        partial.unlink(missing_ok=True)
