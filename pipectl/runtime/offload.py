@@ -124,8 +124,8 @@ class DiskStore:
         self._lock = Lock()
         try:
             self.descriptor, name = tempfile.mkstemp(prefix="pipectl-offload-", dir=directory)
-            self.is_direct = _is_direct(self.descriptor, name)
             os.unlink(name)  # noqa: PTH108
+            self.is_direct = _is_direct(self.descriptor)
         except OSError as error:
             raise self._failure(error, 0) from None
 
@@ -210,7 +210,7 @@ Place = list[Tensor] | Extent
 file."""
 
 
-def _is_direct(opened: int, name: str) -> bool:
+def _is_direct(opened: int) -> bool:
     """Whether a page can be written past the cache and read again.
 
     If so, the descriptor bypasses the cache from then on.
@@ -220,7 +220,8 @@ def _is_direct(opened: int, name: str) -> bool:
         return False
     page, direct = memoryview(new_pages(PAGE)), -1
     try:
-        direct = os.open(name, os.O_RDWR | flag)
+        # The same file, whatever has its name now.
+        direct = os.open(f"/proc/self/fd/{opened}", os.O_RDWR | flag)
         works = os.pwrite(direct, page, 0) == os.preadv(direct, [page], 0) == PAGE
         if works:
             os.dup2(direct, opened, inheritable=False)

@@ -7,6 +7,7 @@ import mmap
 import os
 import re
 import shutil
+import tempfile
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -110,6 +111,29 @@ def test_messages_of_about_one_size_share_pages():
     address(1)
     assert free() == [4, 6, 1]
     assert pages.take(10, torch.int8).untyped_storage().nbytes() == 10
+
+
+def test_what_another_user_puts_in_place_of_the_file_of_offload_is_not_written(
+    tmp_path, monkeypatch
+):
+    """Whoever may write to the directory may exchange the name."""
+    victim, make = tmp_path / "mine", tempfile.mkstemp
+    victim.write_bytes(b"mine" * PAGE)
+
+    def exchanged(**options):
+        handle, name = make(**options)
+        Path(name).unlink()
+        Path(name).symlink_to(victim)
+        return handle, name
+
+    monkeypatch.setattr(tempfile, "mkstemp", exchanged)
+    store = DiskStore(tmp_path, 0)
+    source = torch.arange(PAGE, dtype=torch.uint8)
+    into = torch.zeros_like(source)
+    store.read(store.write([source]), [into])
+    store.close()
+    assert torch.equal(into, source)
+    assert victim.read_bytes() == b"mine" * PAGE
 
 
 @pytest.mark.parametrize("direct", [True, False])
