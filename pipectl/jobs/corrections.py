@@ -38,7 +38,8 @@ def correct_profile(run: RunDirectory) -> Profile:
     for step in ([step for step in steps if step > WARM_UP_STEPS] or steps)[-_MAX_STEPS:]:
         with suppress(DataFileError):
             timelines.append(Timeline.load(run.measured_of(step)))
-    lines = {line.step: line for line in read_metrics(run)}
+    # A step may have further lines, of its evaluation for example.
+    lines = {line.step: line for line in read_metrics(run) if line.is_step}
     disturbed = {line.step for line in lines.values() if line.processor and line.processor.ranks}
     of_plan = [each for each in timelines if each.ranks == plan.ranks]
     recorded = [each for each in of_plan if each.step not in disturbed] or of_plan

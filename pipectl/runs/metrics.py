@@ -22,7 +22,7 @@ from statistics import mean, median
 from typing import Annotated, Any, TypeVar
 
 from pipectl.fields import FieldError, LenientFields, read_value
-from pipectl.files import open_regular, read_limited
+from pipectl.files import open_regular
 from pipectl.runs.directory import RunDirectory
 from pipectl.runs.readers import Heartbeat, LostTo, RankBeat, Share
 from pipectl.runs.record import PROFILING, Record
@@ -223,11 +223,7 @@ def read_metrics(run: RunDirectory) -> list[MetricsLine]:
 
     :class:`Metrics` reads long files faster.
     """
-    try:
-        texts = read_limited(run.metrics, _MAX_BYTES).split(b"\n")
-    except OSError:
-        return []
-    return merge_attempts(filter(None, map(_parse, texts)))
+    return merge_attempts(_all_lines(run.metrics))
 
 
 Columns = dict[str, list[float | bool | None]]

@@ -249,6 +249,20 @@ def test_what_is_planned_from_a_run_takes_as_long_as_its_stages_took(
     assert found.rows is None
     run.metrics.write_text(STEP)
     assert correct_profile(run).rows is not None, "the time of the step is known"
+    evaluated = STEP.replace('"step_time_s": 2.0', '"evaluation": {"loss": 1.0}')
+    with run.metrics.open("a") as stream:
+        stream.write(evaluated)
+    assert correct_profile(run).rows is not None, "also if the step was evaluated"
+    replace(timeline, step=11).save(run.measured_of(11))
+    both = correct_profile(run)
+    disturbed = STEP.replace('"step": 10', '"step": 11')[:-2]
+    with run.metrics.open("a") as stream:
+        stream.write(f'{disturbed}, "processor": {{"share": 0.5, "ranks": 1}}}}\n')
+        stream.write(evaluated.replace('"step": 10', '"step": 11'))
+    alone = correct_profile(run)
+    assert (alone.operators, both.operators != found.operators) == (found.operators, True), (
+        "without step 11"
+    )
     assert found.source == "test; corrected by 20261125-120000-tiny"
     found.save(run.profile)
     assert correct_profile(run).source == found.source, "which names the run once"

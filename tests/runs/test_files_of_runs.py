@@ -210,6 +210,7 @@ def test_a_file_of_any_size_shows_its_begin_and_its_end_and_a_curve(run, monkeyp
     assert measured.step_time_s == 0.5
     steps = [line.step for line in metrics.curve()]
     assert (steps[0], steps[-1]) == (1, STEPS)
+    assert len(read_metrics(run)) == len(lines), "which is slower"
 
 
 def test_a_curve_has_all_steps_of_a_short_run_and_some_of_a_long_one(run, monkeypatch):
