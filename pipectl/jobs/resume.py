@@ -12,14 +12,14 @@ from pipectl.batch import JobState, get_scheduler
 from pipectl.cluster import Cluster
 from pipectl.errors import PipectlError, UsageError
 from pipectl.files import is_there, make_directory
-from pipectl.hash_seed import VARIABLE, hash_seed_of
+from pipectl.hash_seed import VARIABLE
 from pipectl.jobs.job import (
     Job,
+    change,
     choose_scheduler,
     fit_to_allocation,
     make_job,
     refuse_code_of_others,
-    with_count,
     with_hash_seed,
     with_output_beside,
 )
@@ -232,11 +232,8 @@ def _plan_again(
     like_before = before.model_copy(update={"model": spec.model, "loss": spec.loss})
     same_model = is_fresh(like_before, own_profile)
     if spec.pipeline.micro_batches is None and (same_model or last_checkpoint(run) is not None):
-        kept = hash_seed_of(spec.environment.variables)
-        spec = load(run.job, [*overrides, f"pipeline.micro_batches={plan.micro_batches}"])
-        spec = with_hash_seed(spec, kept)
-        if not has_range:
-            spec = with_count(spec, job.spec.resources.max_nodes)
+        load(run.job, [*overrides, f"pipeline.micro_batches={plan.micro_batches}"])  # checks it
+        spec = change(spec, pipeline={"micro_batches": plan.micro_batches})
     job = replace(job, spec=spec)
     if not same_model:
         return job

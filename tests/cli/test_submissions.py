@@ -19,7 +19,10 @@ from pipectl.batch.local import LocalScheduler
 from pipectl.cli import main
 from pipectl.jobs.recover import recover
 from pipectl.jobs.state import get_statuses
+from pipectl.plan import Plan
+from pipectl.profile import Profile
 from pipectl.runs import Record, RunDirectory, list_runs
+from pipectl.spec import load, profile_key
 from tests.batch.job_requests import wait_until
 
 PATH = os.environ["PATH"]
@@ -328,3 +331,22 @@ def test_what_waits_for_a_driver_that_is_gone_never_starts(start):
     LocalScheduler(grace_s=0.1).cancel(driver)
     until(runs[1:], "FAILED")
     assert "never started" in get_statuses(runs, time.time())[1].job.reason
+
+
+def test_a_resumed_job_may_get_a_container_and_its_micro_batches_stay(cli, profile, queue):
+    """Its runtime is chosen as by submit, also where the plan is made again."""
+    planned = "pipeline.micro_batches=~"
+    key = profile_key(load(Path("job.yaml"), [planned]))
+    replace(Profile.load(profile), key=key).save(profile)
+    assert cli(*SUBMIT, "--set", planned).code == 0
+    (run,) = runs()
+    before = Plan.load(run.plan)
+    assert cli("cancel", run.name).code == 0
+    run.start.begun.touch()
+    run.start.exit_code.write_text("1\n")
+    result = cli("resume", "last", "--set", "environment.container={image: /images/new.sif}")
+    assert result.code == 0, result.err
+    assert "apptainer exec" in run.script.read_text()
+    spec = load(run.job)
+    assert spec.environment.container.runtime == "apptainer"
+    assert spec.pipeline.micro_batches == before.micro_batches
