@@ -224,7 +224,9 @@ def _plan_again(
     if is_of_code and has_range:
         plans = find_plans(spec, profile, cluster, partial(plan_file, run))
         if plans and {each.micro_batches for each in plans.values()} == {plan.micro_batches}:
-            # The next start has the plan for its nodes.
+            # The next start has the plan for its nodes. That of the last one may need more.
+            most = plans[spec.resources.max_nodes]
+            plan = plan if plan.ranks <= most.ranks else most
             job = replace(job, cluster=cluster, profile=profile, plan=plan, plans=plans)
             return replace(job, plans_in_job=False)
     if is_of_code and plan.key == plan_file_key(spec, profile, cluster):
@@ -279,9 +281,11 @@ def _hand_over_again(
     rewritten = (
         run.job, run.cluster, run.profile, run.plan, run.predicted, run.script,
         run.variables, run.record, run.code_file, run.environment,
+        *run.range.glob("*.json"),
     )  # fmt: skip
     start = run.next_start()
-    created = (new_copies(run), *([] if start.path.exists() else [start.path]))
+    made = [path for path in (start.path, run.range) if not path.exists()]
+    created = (new_copies(run), *made)
     with Rollback(created=created, rewritten=rewritten, moved=moved) as rollback:
         for path in of_plan:
             if path in moved:

@@ -127,7 +127,7 @@ class Rollback:
 
     Args:
         created: new directories, which are removed.
-        rewritten: files that get their earlier text; new ones are removed.
+        rewritten: files that get their earlier text, in their directory; new ones are removed.
         moved: new path by old path of files, which are moved back.
 
     Attributes:
@@ -163,6 +163,7 @@ class Rollback:
         for path in sorted(texts, key=lambda path: not path.exists()):
             with suppress(UsageError, OSError):
                 if not path.exists():
+                    make_private_directory(path.parent)
                     write_text(path, texts[path], mode=_PRIVATE)
                 elif path.read_text(encoding="utf-8") != texts[path]:
                     write_text(path, texts[path], mode=path.stat().st_mode & 0o777)

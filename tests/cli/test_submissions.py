@@ -350,3 +350,28 @@ def test_a_resumed_job_may_get_a_container_and_its_micro_batches_stay(cli, profi
     spec = load(run.job)
     assert spec.environment.container.runtime == "apptainer"
     assert spec.pipeline.micro_batches == before.micro_batches
+
+
+@pytest.mark.parametrize("nodes", ["2", "2-3"])
+def test_a_resume_that_is_refused_leaves_the_plans_of_a_range_of_nodes(
+    cli, profile, queue, program, nodes
+):
+    planned = ["resources.tasks_per_node=1", "pipeline.stages=2"]
+
+    def settings(nodes: str) -> list[str]:
+        return [word for text in (*planned, f"resources.nodes={nodes}") for word in ("--set", text)]
+
+    replace(Profile.load(profile), key=profile_key(load(Path("job.yaml"), planned))).save(profile)
+    result = cli(*SUBMIT, *settings("2-4"))
+    assert result.code == 0, result.err
+    (run,) = runs()
+    before = {path: path.read_text() for path in run.range.iterdir()}
+    assert len(before) == 4
+    assert cli("cancel", run.name).code == 0
+    run.start.begun.touch()
+    run.start.exit_code.write_text("1\n")
+    refusal = "Batch job submission failed: Invalid partition name specified"
+    program("sbatch", f"echo 'sbatch: error: {refusal}' >&2; exit 1")
+    result = cli("resume", "last", "--set", f"resources.nodes={nodes}")
+    assert result.code == 5, result.err
+    assert {path: path.read_text() for path in run.range.iterdir()} == before
