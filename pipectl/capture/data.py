@@ -292,14 +292,17 @@ class Loader:
     ) -> Iterator[tuple[Any, Any]]:
         """Yield (inputs, targets) of parts of ``batches``, in order; other samples are not loaded.
 
-        Other samples of an iterable dataset are read and dropped.
+        Other samples of an iterable dataset are read and dropped: those of the batches before in
+        this call, which takes as long as it took to read them.
 
         Args:
             pieces_of: positions within a batch that are loaded together, ascending.
             skipped: number of batches at the beginning that were used before.
         """
         if self._iterable:
-            collated: Iterable[Any] = self._stream(batches, pieces_of, skipped)
+            samples, numbered = self._endless(), enumerate(batches)
+            _skip(samples, sum(batch.size for _, batch in islice(numbered, skipped)))
+            collated: Iterable[Any] = self._stream(samples, numbered, pieces_of)
         else:
             collated = DataLoader(
                 self._seeded(),
@@ -341,11 +344,12 @@ class Loader:
             for piece in pieces_of(batch):
                 yield [(epoch, order[start + position]) for position in piece]
 
-    def _stream(self, batches: Iterable[Samples], pieces_of: Pieces, skipped: int) -> Iterator[Any]:
-        samples = self._endless()
-        for number, batch in enumerate(batches):
+    def _stream(
+        self, samples: Iterator[Any], batches: Iterable[tuple[int, Samples]], pieces_of: Pieces
+    ) -> Iterator[Any]:
+        for number, batch in batches:
             position = 0
-            for piece in pieces_of(batch) if number >= skipped else ():
+            for piece in pieces_of(batch):
                 _skip(samples, piece.start - position)
                 piece_samples = list(islice(samples, len(piece)))
                 # Where samples come from processes, the generators are as computations left them.

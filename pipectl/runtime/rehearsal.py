@@ -69,7 +69,9 @@ def rehearse(directory: RunDirectory, communicator: MPI.Intracomm, board: Board)
     for step in range(1, steps + 1):
         board.step(step)
         say("rehearsing", step - 1)
+        since = time.perf_counter()
         events = rank.run(program, stretch=rehearsal.stretch)
+        board.pace(time.perf_counter() - since)
         step_s = rank.latest(rank.at - rank.begin_at) / rehearsal.stretch
         late_s = rank.latest(rank.late_s) / rehearsal.stretch
         if lines is not None:

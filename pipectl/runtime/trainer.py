@@ -164,7 +164,7 @@ class Trainer:
                 self._save(self._steps_done)
             if self._ends_early():
                 return
-        steps.begin(loader, count, self._steps_done)
+        self._open_data()
         batches = islice(loader.batches(), self._steps_done, None)
         left = range(self._steps_done + 1, count + 1)
         drains = [step for step in left if not steps.overlap or self._drains_after(step)]
@@ -187,6 +187,16 @@ class Trainer:
                     setup.replicas.check_weights(step)
                     self._save(step)
                 return
+
+    def _open_data(self) -> None:
+        loader, done, board = self._setup.job.loader, self._steps_done, self._setup.board
+        if done and loader.samples is None:
+            # A phase of its own, so that no rank counts as lost: it may take very long.
+            board.phase("reading the samples of earlier steps")
+            if self._rank == 0:
+                say(f"iterable data are read again up to step {done}")
+        self._steps.begin(loader, self._spec.training.steps, done)
+        board.phase(TRAINS)
 
     def _save_for_move(self, step: int) -> bool:
         """Save the state after a step, from which another plan goes on. If that fails, the present

@@ -22,7 +22,7 @@ class Activity(NamedTuple):
         peer: rank that must send or receive before the action can go on, or -1.
         in_program: whether the action is in the rank's program, not a phase such as saving.
         waiting: whether the rank is waiting for other ranks.
-        pace_s: time of the last step.
+        pace_s: time of the last step of this process; 0 before its end.
         action: ``FORWARD micro-batch 4``, or a phase.
         awaited: the awaited message, such as ``activation 5 of stage 2 from rank 2``.
     """

@@ -2,7 +2,8 @@
 
 The watcher of a node sees that a process is stopped. If a node's report is not renewed, the node is
 lost. A waiting rank is never blamed, unless all ranks wait. A computing rank may just be slow, so
-it gets more time. There is no time limit for saving a checkpoint, or before training begins.
+it gets more time. There is no time limit for saving a checkpoint, or before training begins, and
+none for computing in the first step of a start.
 """
 
 from __future__ import annotations
@@ -98,10 +99,11 @@ def _judge_living(nodes: Sequence[NodeReport], limit: float, *, complete: bool) 
             return blame(node, rank, _describe_silence(node))
     # No rank makes progress although all are alive; the reason may be a slow disk.
     step = max(rank.activity.step for _, rank in living)
+    has_paced = any(rank.activity.pace_s for _, rank in living)  # a step of this start is done
     if not complete or (step and not all(rank.activity.in_program for _, rank in living)):
         return None
     busy = [(node, rank) for node, rank in living if not rank.activity.waiting]
-    if busy and step > 1 and still_s >= PATIENCE * limit:
+    if busy and has_paced and still_s >= PATIENCE * limit:
         message = f"has been in {busy[0][1].activity.action} for {still_s:.0f} s"
         hint = "look at what it does (`py-spy dump`); launch.hang_after allows more time"
         return blame(*busy[0], f"{message}, and no rank has moved on", hint)

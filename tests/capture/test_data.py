@@ -180,6 +180,22 @@ def test_replicas_and_resumed_runs_take_the_samples_of_whole_batches(dataset: An
     assert all(map(torch.equal, parts, expected))
 
 
+def test_samples_of_earlier_steps_are_read_when_the_data_are_opened() -> None:
+    """Not within the first step, in which a rank that does not go on would count as lost."""
+    read = list[int]()
+
+    class Noting(IterableDataset):
+        def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+            for index in range(10):
+                read.append(index)
+                yield noisy(index)
+
+    loader = Loader(Noting(), seed=1, batch_size=4)
+    opened = loader.micro_batches(islice(loader.batches(), 5), 2, skipped=4)
+    assert read == [*range(10), *range(6)]
+    assert indices([next(opened)[0]]) == [6, 7]
+
+
 def test_a_generator_is_read_once_and_then_refused() -> None:
     loader = Loader(iter(Stream()), seed=1, batch_size=4)
     loaded = loader.micro_batches(islice(loader.batches(), 3), 4)

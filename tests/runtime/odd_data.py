@@ -5,6 +5,7 @@ A sample is the same vector twice, so that the loss is 0 where input and target 
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ import torch
 from mpi4py import MPI
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, default_collate
+
+from pipectl.watch.board import Board
 
 WIDTH = 4
 
@@ -156,6 +159,21 @@ class Named(Copies):
 class NamedStream(Stream):
     def __init__(self, count: int = 24) -> None:
         self.copies = Named(count)
+
+
+class Phased(Stream):
+    """Writes down what its rank does when it takes a sample, as the watcher sees it."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        self.file = file
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for sample in super().__iter__():
+            boards = (each for each in gc.get_objects() if type(each) is Board)
+            with Path(self.file).open("a") as stream:
+                stream.writelines(f"{board.read().action}\n" for board in boards)
+            yield sample
 
 
 class Copy(nn.Module):

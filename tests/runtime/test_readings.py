@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,22 @@ def test_a_start_that_reads_other_samples_than_the_first_says_so(
         words = "the data have changed since the run began", "this start holds out other samples"
         said.append([each in done.stderr for each in words])
     assert said == [[False, False], [False, True], [True, True]]
+
+
+def test_samples_of_earlier_steps_are_read_in_a_phase_that_may_take_any_time(
+    make_run, work, tmp_path: Path
+) -> None:
+    file, phase = tmp_path / "actions", "reading the samples of earlier steps"
+    data = {"factory": f"{ODD}:Phased", "kwargs": {"file": str(file)}}
+    run = make_run(1, **{**copying("Copies"), "data": data})
+    for steps in (0, 2):
+        done = work(0, run)
+        assert done.returncode == 0, done.stderr
+        actions = file.read_text().splitlines()
+        assert actions.count(phase) == 4 * steps
+        assert actions[-1] == "FORWARD micro-batch 1"
+        file.write_text("")
+        shutil.rmtree(run.checkpoints / "step-000003")
 
 
 @pytest.mark.parametrize("data", ["ByRank", "StreamByRank"])

@@ -14,7 +14,7 @@ LIMIT, LONG, MISSED_S = 30.0, 1000.0, 5.0
 
 def computes(micro_batch: int = 4, **fields: Any) -> Activity:
     action = f"BACKWARD micro-batch {micro_batch}"
-    return Activity(9, 5, 2, in_program=True, action=action, **fields)
+    return Activity(9, 5, 2, in_program=True, action=action, **{"pace_s": 1.0, **fields})
 
 
 def awaits(peer: int, step: int = 5) -> Activity:
@@ -25,6 +25,7 @@ def awaits(peer: int, step: int = 5) -> Activity:
 WAITS_FOR_ALL = Activity(9, 5, 0, in_program=True, waiting=True, action="UPDATE")
 BUILDS = Activity(4, waiting=True, action="building the stages")
 CAPTURES = Activity(3, action="capturing the model")
+READS_AGAIN = Activity(9, action="reading the samples of earlier steps")
 SAVES = Activity(9, 5, waiting=True, action="saving")
 
 
@@ -103,6 +104,8 @@ def check(lost: Any, verdict: str | None) -> None:
         pytest.param(SUSPENDED, None, id="a run that is suspended"),
         ([*SUSPENDED, node({3: LIVES})], "0 of n1: its process is stopped (SIGSTOP), for 1000 s"),
         ([node({0: known(awaits(1), LIMIT), 1: known(computes(), LIMIT)})], None),  # slow, perhaps
+        ([node({0: known(computes(pace_s=0.0), LONG)})], None),  # in the first step after a resume
+        ([node({0: known(awaits(1), LONG), 1: known(READS_AGAIN, LONG)})], None),
         ([node({0: known(SAVES, LONG), 1: known(SAVES, LONG)})], None),  # a slow disk
         ([node({0: known(awaits(1), 40), 1: known(awaits(0), 40)})], None),  # a long message
         ([node({0: known(awaits(1), 8), 1: stopped(computes(), 8)})], None),
