@@ -103,6 +103,7 @@ def _loader(spec: JobSpec, item: Factory, section: str) -> Loader:
 def _loader_of(spec: JobSpec, item: Factory, section: str, dataset: Any) -> Loader:
     data, seed = spec.data, spec.training.seed
     training = item is data
+    ordered = training and data.is_of_script and data.shuffle is None
     return Loader(
         dataset,
         seed=seed,
@@ -110,7 +111,7 @@ def _loader_of(spec: JobSpec, item: Factory, section: str, dataset: Any) -> Load
         drop_last=training and data.drop_last,
         workers=data.workers if training else 0,
         shuffle=training and data.shuffle is not False,
-        order=getattr(dataset, "order", None) if training and data.shuffle is None else None,
+        order=getattr(dataset, "order", None) if ordered else None,
         buckets=data.buckets,
         pad=data.pad,
         section=section,

@@ -123,7 +123,9 @@ class Loader:
         self._order, self._in_turn = order, in_turn
         self._lengths, self._pad, self._section = buckets, dict(pad or {}), section
         self._iterable = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
-        self.collate: Callable[[list[Any]], Any] = getattr(dataset, "collate_fn", default_collate)
+        self.collate: Callable[[list[Any]], Any] = (
+            getattr(dataset, "collate_fn", None) or default_collate
+        )
         # The dataset's own may look at all samples of a micro-batch, and draw numbers for it.
         self.takes_whole = self.collate is not default_collate
 

@@ -303,7 +303,7 @@ def loss_of_outputs(outputs: Any) -> Any:
         return outputs.get("loss")
     if isinstance(outputs, Tensor):
         return outputs
-    if isinstance(outputs, tuple | list) and outputs:
+    if isinstance(outputs, tuple | list) and outputs and not hasattr(outputs, "loss"):
         return outputs[0]
     return getattr(outputs, "loss", None)
 

@@ -550,7 +550,7 @@ def misfit(error: Exception, inputs: Any, targets: Any, spec: JobSpec) -> Captur
             "loss.kwargs; what differs by sample (such as weights) belongs to the targets, as a "
             "tuple or mapping"
         )
-        if isinstance(targets, Mapping) and isinstance(inputs, Mapping) and targets == inputs:
+        if _are_one(inputs, targets):
             hint = "let the loss take what it needs from the mapping, or let the dataset "
             hint += _MAPPING
     else:
@@ -574,6 +574,15 @@ def misfit(error: Exception, inputs: Any, targets: Any, spec: JobSpec) -> Captur
         f"called with {call}",
         hint=hint,
     )
+
+
+def _are_one(inputs: Any, targets: Any) -> bool:
+    """Return whether a sample that is one mapping has become inputs and targets."""
+    if not (isinstance(inputs, Mapping) and isinstance(targets, Mapping)):
+        return False
+    pairs = [(inputs[key], targets[key]) for key in inputs.keys() & targets.keys()]
+    tensors = [pair for pair in pairs if all(isinstance(each, Tensor) for each in pair)]
+    return inputs.keys() == targets.keys() and all(torch.equal(*pair) for pair in tensors)
 
 
 def _describe(value: Any) -> str:

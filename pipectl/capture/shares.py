@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipectl.capture.factories import call
+from pipectl.errors import CaptureError
 
 
 def sample_shares(sizes: Sequence[int], *, adds_up: bool = False) -> list[float]:
@@ -40,8 +42,22 @@ def target_weight(weigh: Callable[[Any], Any], name: str, targets: Any) -> float
 
     Args:
         name: of ``weigh``, for errors.
+
+    Raises:
+        CaptureError: it is not one finite number from 0 on.
     """
-    return float(call(weigh, f"loss.weight: {name}", targets))
+    value = call(weigh, f"loss.weight: {name}", targets)
+    if isinstance(value, int | float) or getattr(value, "shape", None) == ():
+        with suppress(TypeError, ValueError, OverflowError, RuntimeError):
+            weight = float(value)
+            if 0 <= weight < math.inf:
+                return weight
+    shape = getattr(value, "shape", None)
+    what = f"a {type(value).__name__}" + (f" of shape {list(shape)}" if shape else f" ({value})")
+    raise CaptureError(
+        f"loss.weight: {name} returned {what}, not one number from 0 on",
+        hint="return the weight of all targets of a micro-batch together, such as (t >= 0).sum()",
+    )
 
 
 def weighted_loss(losses: Sequence[Tensor], shares: Sequence[float]) -> float:

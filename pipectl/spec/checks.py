@@ -453,7 +453,11 @@ def _check_held_out(held_out: code_sections.HeldOut, loss: code_sections.Loss) -
 
 
 def _check_evaluation(evaluation: models.Evaluation | None) -> Iterator[Finding]:
-    if evaluation is None or (stopping := evaluation.early_stopping) is None:
+    if evaluation is None:
+        return
+    if "loss" in evaluation.metrics:
+        yield ("evaluation", "metrics", "loss"), "is the name of the loss; give the metric another"
+    if (stopping := evaluation.early_stopping) is None:
         return
     key = ("evaluation", "early_stopping")
     if evaluation.every is None:

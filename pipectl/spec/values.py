@@ -57,8 +57,10 @@ def _plain(value: Any, path: KeyPath, directory: Path) -> Any:
 
 
 def _scalar(value: Any, path: KeyPath) -> Any:
-    if value is None or isinstance(value, bool | int):
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, int):  # of an enumeration, too
+        return int(value)
     if isinstance(value, str):  # or what is derived from it, as the members of many enumerations
         return str.__str__(value)
     if isinstance(value, float):
@@ -70,7 +72,7 @@ def _key(key: Any, path: KeyPath) -> Any:
     if isinstance(key, str | int | float | bool) and not (
         isinstance(key, float) and math.isnan(key)
     ):
-        return key
+        return _scalar(key, path)
     raise _fault(path, f"a key must be a text or a number, not {_kind(key)}")
 
 

@@ -20,6 +20,8 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from pipectl.capture.batch import Reader, by_name
 from pipectl.capture.data import Loader, Samples
+from pipectl.capture.model_with_loss import loss_of_outputs
+from pipectl.capture.shares import target_weight
 from pipectl.capture.slices import Span
 from pipectl.errors import CaptureError, PipectlError, WorkerError
 from pipectl.faults import is_ours
@@ -582,3 +584,82 @@ def test_named_tuples_and_lists_are_taken_apart(make_job: Any) -> None:
     found = by_name(job.training_graph(4), (inputs, marks._replace(ids=tuple(marks.ids))))
     expected = [inputs, marks.ids[0], marks.ids[1]["weight"], marks.score]
     assert [id(value) for value in found.values()] == [id(value) for value in expected]
+
+
+OWN_NAMES = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+class Net(nn.Linear):
+    def __init__(self, **names):
+        super().__init__(4, 1)
+
+class Data(TensorDataset):
+    collate_fn = None
+    def __init__(self):
+        super().__init__(torch.randn(16, 4), torch.randn(16, 1))
+        self.order = 3
+
+class Mappings(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 1)
+    def forward(self, a):
+        return super().forward(a)
+
+def mappings():
+    return [({"a": torch.randn(4)}, {"a": torch.randn(1)}) for _ in range(16)]
+
+def failing(outputs, targets):
+    return nn.functional.mse_loss(outputs, targets["b"])
+"""
+
+
+def test_attributes_of_a_dataset_that_are_none_or_its_own_business_leave_it_as_it_is(
+    make_job, tmp_path: Path
+) -> None:
+    path = tmp_path / "own_names.py"
+    path.write_text(OWN_NAMES)
+    job = make_job(f"{path}:Net", loss="torch.nn:MSELoss", data=f"{path}:Data")
+    assert sorted(job.loader.order(0)) == list(range(16)) != job.loader.order(0)
+    inputs, targets = job.loader.example(3)
+    assert (inputs.shape, targets.shape) == ((3, 4), (3, 1))
+
+
+def test_a_loss_that_fails_on_other_mappings_than_the_models_is_refused(
+    make_job, tmp_path: Path
+) -> None:
+    path = tmp_path / "own_names.py"
+    path.write_text(OWN_NAMES)
+    job = make_job(f"{path}:Mappings", loss=f"{path}:failing", data=f"{path}:mappings")
+    refusal = job.misfit(4)
+    assert isinstance(refusal, CaptureError)
+    assert "raised KeyError: 'b'" in refusal.message
+    assert "loss(outputs, targets)" in str(refusal.hint)
+
+
+@pytest.mark.parametrize(
+    ("weight", "says"),
+    [
+        (None, "a NoneType (None)"),
+        (torch.ones(3), "a Tensor of shape [3]"),
+        (float("nan"), "a float (nan)"),
+        (-1, "a int (-1)"),
+    ],
+)
+def test_a_weight_of_targets_is_one_number_from_0_on(weight: Any, says: str) -> None:
+    assert target_weight(lambda _: torch.tensor(2), "m:w", None) == 2
+    with pytest.raises(CaptureError) as caught:
+        target_weight(lambda _: weight, "m:w", None)
+    assert caught.value.message == f"loss.weight: m:w returned {says}, not one number from 0 on"
+
+
+class Outputs(NamedTuple):
+    logits: Tensor
+    loss: Tensor
+
+
+def test_the_loss_of_a_named_tuple_is_its_field_loss() -> None:
+    outputs = Outputs(torch.zeros(2, 3), torch.ones(()))
+    assert loss_of_outputs(outputs) is outputs.loss
+    assert loss_of_outputs((outputs.loss, outputs.logits)) is outputs.loss

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from enum import Enum
+from enum import Enum, IntEnum
 from importlib import import_module
 from pathlib import Path
 
@@ -37,6 +37,10 @@ class Colour(str, Enum):
     RED = "red"
 
 
+class Level(IntEnum):
+    LOW = 1
+
+
 @pytest.fixture
 def tiny(job, profile):
     """The job of a file, with a profile."""
@@ -61,7 +65,7 @@ def test_values_keep_their_types_and_paths_are_absolute(job, place):
     kwargs = {
         "text": "0042", "no": "no", "rate": np.float64(1e-5), "many": np.int32(7),
         "inf": float("inf"), "rows": np.arange(3), "pair": (1, None), "flag": True,
-        "colour": Colour.RED, "path": Path("x"), "shape": {"a b": [[]]},
+        "colour": Colour.RED, "level": Level.LOW, "path": Path("x"), "shape": {"a b": [[]]},
     }  # fmt: skip
     spec = pipectl.Job(VALUES, data={"factory": "model:data", "kwargs": kwargs})._spec
     assert spec.data.kwargs == {
