@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil, inf
 
 import numpy as np
@@ -16,6 +16,7 @@ from pipectl.planner.choices import (
     takes,
 )
 from pipectl.planner.partition.layout import Choice, Layout
+from pipectl.planner.partition.replicated import MAX_UNITS
 from pipectl.planner.problem import Problem
 
 OVERFULL = 1.5
@@ -35,12 +36,15 @@ class Candidate:
     Args:
         micro_batches: of a step.
         may_fit: whether the memory that every schedule needs is within the limits.
+        is_in_turn: whether it was estimated as one whose replicas take whole micro-batches in turn;
+            then the estimate is a lower bound as well.
     """
 
     choice: Choice
     micro_batches: int
     estimate_s: float
     may_fit: bool = True
+    is_in_turn: bool = False
 
     @property
     def layout(self) -> Layout:
@@ -88,6 +92,8 @@ class Candidates:
         only_fitting: bool = False,
     ) -> None:
         self._micro_batches = problem.micro_batches(size)
+        if with_replicas:
+            layouts = [_smallest_to_slowest(problem, layout, size) for layout in layouts]
         self._layouts = list(dict.fromkeys(layouts))
         self._size = size
         self._orders: list[NamedOrder] = []
@@ -178,31 +184,93 @@ class Candidates:
         return Candidate(choice, self._micro_batches, estimate_s, may_fit)
 
 
+def in_turn(problem: Problem, layouts: Sequence[Layout], size: int) -> list[Candidate]:
+    """Layouts whose replicas take whole micro-batches in turn, each in the more promising of the
+    two orders with the fewest micro-batches in flight, by estimate. :data:`OVERFULL` applies.
+    Layouts with more replicas than micro-batches are left out.
+    """
+    request, count = problem.request, problem.micro_batches(size)
+    orders: dict[tuple[int, ...], list[NamedOrder]] = {}
+    by_stages: dict[int, list[Layout]] = {}
+    for layout in dict.fromkeys(_fastest_first(problem, layout) for layout in layouts):
+        replicas = tuple(map(len, layout.ranks))
+        if max(replicas) <= count:
+            by_stages.setdefault(len(replicas), []).append(layout)
+            if replicas not in orders:
+                first, *more = open_orders(request, len(replicas), count, replicas)[:2]
+                orders[replicas] = [first, *more, first][:2]
+    found = []
+    for chosen in by_stages.values():
+        named = [orders[tuple(map(len, layout.ranks))] for layout in chosen]
+        warm_ups = [[warm_up for _, warm_up in each] for each in named]
+        steps_s = problem.estimator.steps_in_turn_s(chosen, size, warm_ups)
+        excess = problem.estimator.excess(chosen, size, warm_ups, in_turn=True)
+        steps_s = np.where(excess > 0, steps_s * (OVERFULL + excess), steps_s)
+        for row, best in enumerate(steps_s.argmin(axis=1).tolist()):
+            name, warm_up = named[row][best]
+            choice = Choice(chosen[row], size, name, warm_up, Replication.WHOLE)
+            fits = bool(excess[row, best] <= 0)
+            found.append(Candidate(choice, count, float(steps_s[row, best]), fits, True))
+    return sorted(found, key=lambda each: (each.estimate_s, each.simplicity))
+
+
+def _fastest_first(problem: Problem, layout: Layout) -> Layout:
+    """The layout, in whose stages the fastest replicas come first: if micro-batches do not divide
+    by replicas, the first ones get one more."""
+    if len(problem.devices) == 1:
+        return layout
+    device = problem.cluster.device
+    ranks = (sorted(own, key=lambda rank: -device(rank).speed) for own in layout.ranks)
+    return layout._replace(ranks=tuple(map(tuple, ranks)))
+
+
+def _smallest_to_slowest(problem: Problem, layout: Layout, size: int) -> Layout:
+    """The layout, in whose stages the slowest replicas get the smallest parts of micro-batches of
+    ``size`` samples: seven samples are split among three as 2, 2 and 3."""
+    if len(problem.devices) == 1:
+        return layout
+    device, ranks = problem.cluster.device, list(layout.ranks)
+    for stage, own in enumerate(ranks):
+        count = len(own)
+        if size % count and len({device(rank).speed for rank in own}) > 1:
+            ends = [place * size // count for place in range(count + 1)]
+            places = sorted(range(count), key=lambda place: ends[place + 1] - ends[place])
+            slowest_first = sorted(own, key=lambda rank: device(rank).speed)
+            rank_at = dict(zip(places, slowest_first, strict=True))
+            ranks[stage] = tuple(rank_at[place] for place in range(count))
+    return layout._replace(ranks=tuple(ranks))
+
+
 def ways_to_share(problem: Problem, candidate: Candidate) -> Iterator[Candidate]:
     """A candidate with replicas, with every allowed way to share work in which all have work.
 
     Replicas share every micro-batch, or take whole ones in turn, which is the same work on smaller
-    micro-batches: of the samples per replica of a split one.
+    micro-batches: of the samples per replica of a split one. Up to ``MAX_UNITS`` ranks, these are
+    estimated as such.
     """
     request, layout = problem.request, candidate.layout
     stages = len(layout.partition)
     for replication in request.replications:
-        sizes = {candidate.choice.size}
-        if replication is Replication.WHOLE and request.micro_batches is None:
+        whole, sizes = replication is Replication.WHOLE, {candidate.choice.size}
+        if whole and request.micro_batches is None:
             shares = {ceil(candidate.choice.size / len(ranks)) for ranks in layout.ranks}
             sizes = set(accepted(request, sorted(shares)))
         for size in sorted(sizes, reverse=True):
-            if replication is Replication.SPLIT and not takes(
-                request, size, max(map(len, layout.ranks))
-            ):
+            if not whole and not takes(request, size, max(map(len, layout.ranks))):
                 continue
             count = problem.micro_batches(size)
-            most = size if replication is Replication.SPLIT else count
-            ranks = tuple(each[:most] for each in layout.ranks)
+            fewer = _fastest_first(problem, layout) if whole else layout
+            ranks = tuple(each[: count if whole else size] for each in fewer.ranks)
             replicas = tuple(map(len, ranks))
-            in_turn = replicas if replication is Replication.WHOLE else None
-            if max(replicas) > 1:
-                fewer = layout._replace(ranks=ranks)
-                for order in open_orders(request, stages, count, in_turn):
-                    choice = Choice(fewer, size, *order, replication)
-                    yield replace(candidate, choice=choice, micro_batches=count)
+            if max(replicas) == 1:
+                continue
+            fewer = fewer._replace(ranks=ranks)
+            orders = open_orders(request, stages, count, replicas if whole else None)
+            estimates_s = [candidate.estimate_s] * len(orders)
+            if known := whole and problem.cluster.ranks <= MAX_UNITS:
+                warm_ups = [warm_up for _, warm_up in orders]
+                estimator = problem.estimator
+                estimates_s = estimator.steps_in_turn_s([fewer], size, [warm_ups])[0].tolist()
+            for order, estimate_s in zip(orders, estimates_s, strict=True):
+                choice = Choice(fewer, size, *order, replication)
+                yield Candidate(choice, count, estimate_s, candidate.may_fit, known)

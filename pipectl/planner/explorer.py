@@ -12,9 +12,10 @@ A queue is ordered by lower bounds on the step. Its entries are
   then its stages are cut again for the memory of its order, each time with more memory counted.
 
 With one rank per stage, an estimate is a lower bound; the first candidate is improved by moves of
-its borders. With replicas, an estimate is only about the step, so a number of candidates is
-improved and simulated, in every way to share the work. These come first, so that what cannot be
-better is not tried with one rank per stage.
+its borders. With replicas that split micro-batches, an estimate is only about the step, so a number
+of candidates is improved and simulated, in every way to share the work. The best of those whose
+replicas take whole micro-batches in turn are then improved as such. All these come first, so that
+what cannot be better is not tried with one rank per stage.
 
 If the smallest micro-batches that were tried are best, or nothing fits, smaller ones follow; so
 does one stage more or less than in the best plan. In the end, the borders of the best plan without
@@ -29,10 +30,10 @@ from heapq import heappop, heappush
 from math import inf
 
 from pipectl.errors import OutOfTimeError
-from pipectl.plan import Plan
+from pipectl.plan import Plan, Replication
 from pipectl.planner.areas import Area, Areas
 from pipectl.planner.bounds import with_findings, work_bound_s
-from pipectl.planner.candidates import Candidate, Candidates, ways_to_share
+from pipectl.planner.candidates import Candidate, Candidates, in_turn, ways_to_share
 from pipectl.planner.choices import micro_batch_sizes, stage_counts
 from pipectl.planner.graph.downsets import CutSpace
 from pipectl.planner.improve import MAX_MOVE_WORK, MAX_REPLICA_MOVE_WORK, Improver
@@ -51,6 +52,9 @@ MAX_ACTIONS_OF_REPLICAS = 400_000
 """Simulated forwards and backwards of plans with replicas."""
 SPREAD = 1.4
 """Factor by which the step of a candidate with replicas may be below its estimate."""
+IN_TURN, NEAR_BEST = 8, 1.15
+"""Number of candidates to improve whose replicas take whole micro-batches in turn, and the factor
+over the best step up to which these are improved or, as alternatives, simulated."""
 PER_SIZE, IN_TOTAL = 5, 20
 """Numbers of candidates with replicas to improve and simulate, per micro-batch size and in all."""
 
@@ -81,6 +85,7 @@ class Explorer:
         self._queued: set[Area] = set()
         self._judged = False
         self._judged_layouts: set[tuple[int, Layout]] = set()
+        self._in_turn: list[Candidate] = []
         self._opened: dict[Area, Candidates] = {}
         self._improver = Improver(problem, self._areas, self.judge, self.cutter.check)
 
@@ -90,10 +95,34 @@ class Explorer:
             self.judge.evaluator.allow(MAX_ACTIONS_OF_REPLICAS)
             self._improver.allow(MAX_REPLICA_MOVE_WORK)
             self._search(self._areas.replicated)
+            self._improver.allow(MAX_REPLICA_MOVE_WORK)
+            self._improve_in_turn()
             self.judge.evaluator.allow(MAX_ACTIONS_OF_SEARCH)
         self._improver.allow(MAX_MOVE_WORK)
         self._search(self._areas.all)
         self._improver.finish()
+
+    def _improve_in_turn(self) -> None:
+        """Improve and judge the most promising layouts whose replicas take whole micro-batches in
+        turn. Those before were improved for replicas that split them, which may be best at another
+        size."""
+        problem, ranks = self.problem, self.problem.cluster.ranks
+        if Replication.WHOLE not in problem.request.replications or ranks > MAX_UNITS:
+            return
+        judged = dict[int, list[Layout]]()
+        for each in self._in_turn:
+            judged.setdefault(each.choice.size, []).append(each.layout)
+        every = [each.layout for found in self._opened.values() for each in found]
+        proposed = {area.size: every for area in self._areas.replicated}
+        for layouts, most in ((judged, IN_TURN), (proposed, IN_TURN // 2)):
+            starts = [each for size in layouts for each in in_turn(problem, layouts[size], size)]
+            starts.sort(key=lambda each: (each.estimate_s, each.simplicity))
+            for candidate in starts[:most]:
+                if self.judge.is_beaten(candidate.estimate_s / NEAR_BEST):
+                    break
+                improved = self._improver.descend(candidate, self._areas.classes)
+                if not self.judge.is_beaten(improved.estimate_s):
+                    self.judge.examine(improved, change_modes=True)
 
     def _search(self, areas: Sequence[Area]) -> None:
         """Try areas, and then those that look good beside them, until no other can be better."""
@@ -246,6 +275,10 @@ class Explorer:
         self._judged_layouts.add((candidate.choice.size, candidate.layout))
         some_fit = False
         for each in ways_to_share(self.problem, candidate):
+            if each.is_in_turn:
+                self._in_turn.append(each)
+                if self.judge.is_beaten(each.estimate_s / NEAR_BEST):
+                    continue
             if not self.judge.gives_up():
                 self.cutter.check()
                 outcome = self.judge.examine(each, change_modes=True)

@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 from itertools import count, islice
 
 from pipectl.planner.areas import Area, Areas
-from pipectl.planner.candidates import Candidate, Candidates
+from pipectl.planner.candidates import Candidate, Candidates, in_turn
 from pipectl.planner.choices import open_orders
 from pipectl.planner.costs.devices import exchanges, one_each
 from pipectl.planner.judge import Judge
@@ -51,7 +51,7 @@ class Improver:
         self._judge = judge
         self._check = check
         self._minima: set[Choice] = set()
-        self._seen: set[tuple[int, Layout]] = set()
+        self._seen: set[tuple[bool, int, Layout]] = set()
         self._move_work = 0
         self._exchanges = cache(partial(exchanges, cluster=problem.cluster))
 
@@ -102,21 +102,26 @@ class Improver:
         a layout seen before.
 
         Args:
+            candidate: if its replicas take whole micro-batches in turn, so they do afterwards.
             classes: the ranks of every class of devices, the fastest first.
         """
         problem, size, seen = self._problem, candidate.choice.size, self._seen
-        fixed = problem.request.fixed_stages is not None
-        loads, most = problem.costs.block_times(size), min(size, problem.cluster.ranks)
-        while (size, candidate.layout) not in seen:
-            seen.add((size, candidate.layout))
+        whole, fixed = candidate.is_in_turn, problem.request.fixed_stages is not None
+        loads = problem.costs.block_times(size)
+        most = min(candidate.micro_batches if whole else size, problem.cluster.ranks)
+        while (whole, size, candidate.layout) not in seen:
+            seen.add((whole, size, candidate.layout))
             moved = replica_moves(
                 candidate.layout, problem.graph, loads, classes, most, keep_stages=fixed
             )
             near = self._affordable(filter(problem.may_replicate, moved), candidate)
-            best = Candidates(problem, near, size, with_replicas=True)
-            if best.next_s >= candidate.estimate_s * (1 - ROUNDING):
+            if whole:
+                best = next(iter(in_turn(problem, near, size)), None)
+            else:
+                best = next(iter(Candidates(problem, near, size, with_replicas=True)), None)
+            if best is None or best.estimate_s >= candidate.estimate_s * (1 - ROUNDING):
                 break
-            candidate = best.take()
+            candidate = best
         return candidate
 
     def finish(self) -> None:

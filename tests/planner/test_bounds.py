@@ -1,6 +1,7 @@
 """Bounds and estimates of steps, against what is simulated."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import assume, given, settings
@@ -136,3 +137,31 @@ def test_estimates_of_replicas_that_split_micro_batches_are_too(data, batch, cou
         choice = Choice(layout, 8, ONE_F_ONE_B.name, warm_up, Replication.SPLIT)
         simulated_s = simulate(plan_of(problem, choice), cluster).step_time_s
         assert simulated_s == pytest.approx(step_s, rel=1e-3, abs=2e-5)
+
+
+@settings(max_examples=25, derandomize=True, deadline=None)
+@given(
+    data=st.data(),
+    batch=st.sampled_from([8, 24, 44, 300]),
+    counts=st.sampled_from([(3,), (4, 1), (2, 3), (1, 3, 2), (2, 1, 1, 2)]),
+    together=st.booleans(),
+)
+def test_estimates_of_replicas_that_take_micro_batches_in_turn_are_too(
+    data, batch, counts, together
+) -> None:
+    """On devices of unequal speed, with a number of micro-batches that replicas do not divide."""
+    profile = data.draw(profiles(5))
+    speeds = tuple(data.draw(st.lists(st.sampled_from([0.3, 0.7, 1.0]), min_size=6, max_size=6)))
+    cluster = cluster_of(*[1] * 6, speeds=speeds, within=Link(0.0, 1e12))
+    request = PlanRequest("job", batch, replicas=None, updates_together=together)
+    problem = Problem(profile, cluster, request, condense(profile))
+    layout = Layout(some_partition(data, problem, len(counts)), consecutive(counts))
+    for size, policy in product((4, 8), (policy_a, policy_b)):
+        warm_up = policy(len(counts), problem.micro_batches(size), counts)
+        ((step_s,),) = problem.estimator.steps_in_turn_s([layout], size, [[warm_up]])
+        plan = plan_of(problem, Choice(layout, size, ONE_F_ONE_B.name, warm_up))
+        found = simulate(plan, cluster, process_baseline_bytes=problem.baseline_bytes)
+        assert found.step_time_s == pytest.approx(step_s, rel=1e-3, abs=2e-5)
+        limited = replace(request, memory_limit_bytes=max(found.peak_memory_bytes))
+        tight = Problem(profile, cluster, limited, problem.graph).estimator
+        assert tight.excess([layout], size, [[warm_up]], in_turn=True)[0, 0] <= 1e-9

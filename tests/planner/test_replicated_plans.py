@@ -14,6 +14,7 @@ from pipectl.link import Link
 from pipectl.plan import Replication
 from pipectl.planner import PlanRequest, make_plan, search_plans
 from pipectl.planner.bounds import work_bound_s
+from pipectl.planner.candidates import in_turn
 from pipectl.planner.choices import open_orders
 from pipectl.planner.costs.links import Links
 from pipectl.planner.evaluator import TIE
@@ -57,6 +58,41 @@ def test_a_slow_rank_and_one_with_little_memory_are_left_out() -> None:
     plan = planned(chain(each, forward_s=1e-3, backward_s=2e-3), mixed, 30, replicas=None)
     assert 1 not in plan.stages[0].ranks
     assert plan.stages[0].replicas == 3
+
+
+@pytest.mark.parametrize(
+    ("way", "speeds", "micro_batches", "batch", "busiest"),
+    [
+        # Two fast replicas take two of five micro-batches each, the slow one a single one.
+        (Replication.WHOLE, (0.5, 1.0, 1.0), 5, 40, 16),
+        # Parts of 1, 1, 2, 1, 1 and 2 samples: the larger ones are for the fast replicas.
+        (Replication.SPLIT, (0.5, 1.0, 0.5, 0.5, 1.0, 0.5), 1, 8, 2),
+    ],
+)
+def test_slow_replicas_get_the_smaller_part_of_an_uneven_division(
+    way, speeds, micro_batches, batch, busiest
+) -> None:
+    cluster = cluster_of(*[1] * len(speeds), speeds=speeds, within=FAST)
+    profile = replace(chain(1), optimizer=None)
+    asked = {"replicas": None, "replication": way, "micro_batches": micro_batches}
+    plan = planned(profile, cluster, batch, **asked)
+    assert plan.predicted_step_s == pytest.approx(busiest * 3e-3 / 8, rel=0.02)
+
+
+def test_replicas_that_take_micro_batches_in_turn_are_improved_as_such() -> None:
+    """Each move of the plan's borders and replicas makes it slower."""
+    profile = profile_of("uneven-chain-6", 24)
+    cluster = cluster_of(2, 2, 2, 2, speeds=(0.3, 1.0, 1.0), within=LINK, between=Link(5e-5, 1e8))
+    request = PlanRequest("job", 64, replicas=None, replication=Replication.WHOLE)
+    problem, plan = Problem(profile, cluster, request), make_plan(profile, cluster, request)
+    partition = problem.partition_of(stage.nodes for stage in plan.stages)
+    layout = Layout(partition, tuple(stage.ranks for stage in plan.stages))
+    size, classes = plan.micro_batch_size, [pool.ranks for pool in problem.devices]
+    loads = problem.costs.block_times(size)
+    moves = replica_moves(layout, problem.graph, loads, classes, 8, keep_stages=False)
+    for near in in_turn(problem, list(moves), size)[:3]:
+        step_s = simulate(plan_of(problem, near.choice), cluster).step_time_s
+        assert plan.predicted_step_s <= step_s * (1 + TIE)
 
 
 def test_with_a_fixed_number_of_stages_two_are_merged_where_a_third_is_split() -> None:

@@ -5,7 +5,8 @@ routes of its values. Messages of different pairs of stages do not wait for each
 gradients only for each other: the estimate equals the simulation unless messages share links or
 take longer than computations, and with one replica per stage it is a lower bound. Of the overheads
 of ranks, only those after every forward and backward count. Work per node is limited by its cores.
-Replicas are taken to split every micro-batch.
+Replicas are taken to split every micro-batch, or to take whole ones in turn
+(:mod:`pipectl.planner.partition.in_turn`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pipectl.planner.costs.model import ModelCosts
 from pipectl.planner.costs.stage_costs import stage_times
 from pipectl.planner.graph.blocks import BlockGraph, membership
 from pipectl.planner.graph.downsets import Partition
+from pipectl.planner.partition.in_turn import InTurn, steps_in_turn
 from pipectl.planner.partition.layout import Layout
 from pipectl.planner.partition.recurrence import STAGE, WAY, run, step_s, sum_gradients
 from pipectl.planner.request import PlanRequest
@@ -119,26 +121,91 @@ class Estimator:
                 pipelines, depths, count, last_share, self._request.updates_together,
                 begin, end, room, back, steps_s,
             )  # fmt: skip
+        return self._with_work(layouts, pipelines.stages, count - 1 + last_share, steps_s)
+
+    def steps_in_turn_s(
+        self, layouts: Sequence[Layout], size: int, warm_ups: Sequence[Sequence[Sequence[int]]]
+    ) -> Floats:
+        """As :meth:`steps_s`, if replicas take whole micro-batches in turn.
+
+        Args:
+            warm_ups: of every layout; shape [layouts, warm-ups, stages].
+        """
+        cut, sums = self._sums(layouts)
+        group = self._groups.number([one.ranks for one in layouts])
+        count = ceil(self._request.batch_size / size)
+        last_share = (self._request.batch_size - (count - 1) * size) / size
+        singles = self._groups.number([[(rank,) for rank in range(self.links.cluster.ranks)]])[0]
+        pairs = np.repeat(singles, len(singles)), np.tile(singles, len(singles))
+        self._groups.classes(*pairs)
+        pipelines = self._pipelines(sums, cut, group, size, last_share, in_turn=True)
+        most = max(len(ranks) for one in layouts for ranks in one.ranks)
+        ranks = np.full((*group.shape, most), -1, dtype=np.int64)
+        for row, one in enumerate(layouts):
+            for stage, own in enumerate(one.ranks):
+                ranks[row, stage, : len(own)] = own
+        slowness = self._groups.slowness[singles][ranks]
+        after_s = (self._groups.after_s[group] * (not self._crowded))[:, :, None]
+        stages, replicas = pipelines.stages, self._groups.sizes[group]
+        forward_s, backward_s = (
+            stages[field][:, :, None] * slowness for field in ("forward_s", "backward_s")
+        )
+        in_turn = InTurn(
+            pipelines.stages, pipelines.ways, pipelines.hold_s, pipelines.late_s, pipelines.first,
+            cut, pipelines.class_of[np.ix_(singles, singles)], pipelines.held, pipelines.free_at,
+            ranks, replicas.astype(np.int64), forward_s + after_s,
+            np.where(backward_s > 0, backward_s + after_s, 0.0),
+        )  # fmt: skip
+        depths = np.array(warm_ups, dtype=np.int64)
+        steps_s = np.zeros(depths.shape[:2])
+        ways = np.zeros((2, int(np.diff(pipelines.first).max(initial=0))), dtype=WAY)
+        free_at = np.zeros((*ways.shape, most * most))
+        back = np.zeros((group.shape[1], min(int(depths.max()), count) + 2))
+        together = self._request.updates_together
+        ends = np.zeros(ranks.shape[1:])
+        steps_in_turn(
+            in_turn, depths, count, last_share, together, ways, free_at, back, ends, steps_s
+        )
+        for field, time_s in (("forward_s", forward_s), ("backward_s", backward_s)):
+            stages[field] = time_s.max(axis=2) / replicas
+        return self._with_work(layouts, stages, count - 1 + last_share, steps_s)
+
+    def _with_work(
+        self, layouts: Sequence[Layout], stages: Records, full: float, steps_s: Floats
+    ) -> Floats:
+        """Estimates that are no shorter than the work of the busiest stage, or node per core, if
+        ranks recompute or share cores."""
         again = self._recomputing(layouts)
         if self._crowded or again.any():
-            full, stages = count - 1 + last_share, pipelines.stages
             work = full * (stages["forward_s"] * (1 + again) + stages["backward_s"])
             steps_s = np.maximum(steps_s, self._work_s(stages, work)[:, None])
         estimates: Floats = steps_s * (1 - ROUNDING)
         return estimates
 
     def excess(
-        self, layouts: Sequence[Layout], size: int, warm_ups: Sequence[Sequence[int]]
+        self,
+        layouts: Sequence[Layout],
+        size: int,
+        warm_ups: Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]],
+        *,
+        in_turn: bool = False,
     ) -> Floats:
         """Relative excess of the fullest rank over its limit, by what it certainly holds at its
-        first two backwards, without temporary values; shape [layouts, warm-ups]."""
+        first two backwards, without temporary values; shape [layouts, warm-ups].
+
+        Args:
+            warm_ups: shape [warm-ups, stages], or of every layout if replicas take whole
+                micro-batches in turn.
+            in_turn: whether they do.
+        """
         group = self._groups.number([one.ranks for one in layouts])
         limits = self._groups.limits_bytes[group]
+        every = np.array(warm_ups, dtype=np.int64)
         if np.isinf(limits).all():
-            return np.zeros((len(layouts), len(warm_ups)))
+            return np.zeros((len(layouts), every.shape[-2]))
         cut, sums = self._sums(layouts)
         profile, replicas = self._profile, self._groups.sizes[group]
-        per_replica = size / profile.micro_batch_size / replicas
+        per_replica = size / profile.micro_batch_size / (1 if in_turn else replicas)
         summed = sums.gradient_bytes[cut].astype(np.float64)
         state = profile.optimizer_cost.state_bytes_per_parameter_byte
         state_share = 1.0 / replicas if self._request.shard_optimizer else 1.0
@@ -151,9 +218,14 @@ class Estimator:
         kept = np.where(self._recomputing(layouts), arrived, saved)
         backward = saved - kept + returned
         summing = np.where(replicas > 1, summed * (3 - 1 / replicas), summed)
-        whole = self._request.batch_size / size  # the last micro-batch may be smaller
+        whole: Floats | float = (
+            self._request.batch_size / size
+        )  # the last micro-batch may be smaller
+        if in_turn:  # of each stage, its first replica has the most micro-batches
+            every = np.ceil(np.moveaxis(every, 1, 0) / replicas)
+            whole = np.maximum(1.0, whole / replicas)
         shares = []
-        for depths in warm_ups:
+        for depths in every:
             # The first backward frees what one micro-batch keeps; the next forward, if any, adds
             # as much again. From then on there are gradients.
             first = np.minimum(depths, whole) * kept + backward
@@ -180,11 +252,20 @@ class Estimator:
         return cut, known[partitions]
 
     def _pipelines(
-        self, sums: Sums, cut: Integers, group: Integers, size: int, last_share: float
+        self,
+        sums: Sums,
+        cut: Integers,
+        group: Integers,
+        size: int,
+        last_share: float,
+        *,
+        in_turn: bool = False,
     ) -> Pipelines:
+        """Pipelines whose replicas split micro-batches; if they take whole ones in turn, stages
+        have the times of these on the profile's device, without the overheads of ranks."""
         groups, profile, own = self._groups, self._profile, self._profile.micro_batch_size
         slowness, replicas = groups.slowness[group], groups.sizes[group]
-        samples = np.ceil(size / replicas)
+        samples = np.full(group.shape, float(size)) if in_turn else np.ceil(size / replicas)
         forward_s, backward_s = np.zeros(group.shape), np.zeros(group.shape)
         for part in unique(samples).tolist():
             times = self._times.at(int(part))
@@ -196,10 +277,10 @@ class Estimator:
         class_of = groups.classes(group[:, senders].ravel(), group[:, receivers].ravel())
         sizes = np.ceil(size_bytes * (size / own))
         # On shared cores, this is work before the next computation instead.
-        after_s = groups.after_s[group] * (not self._crowded)
+        after_s = groups.after_s[group] * (not (self._crowded or in_turn))
         stages = np.zeros(group.shape, dtype=STAGE)
         stages["group"] = group
-        slowest = groups.slowness_at(size)[group]
+        slowest = np.ones(group.shape) if in_turn else groups.slowness_at(size)[group]
         stages["forward_s"] = forward_s * slowest + after_s
         stages["backward_s"] = np.where(backward_s > 0, backward_s * slowest + after_s, 0.0)
         stages["summed_bytes"] = sums.gradient_bytes[cut]

@@ -75,7 +75,7 @@ def run(
         last_share: size of the last micro-batch relative to the others.
     """
     last, ring = micro_batches - 1, min(max(warm_up[0], 1), micro_batches) + 1
-    _begin(stages, ahead, behind, warm_up, micro_batches)
+    begin(stages, ahead, behind, warm_up, micro_batches)
     for number in range(len(stages)):
         for slot in range(ring):
             back[number, slot] = 0.0
@@ -135,10 +135,10 @@ def step_s(stages: Records, together: bool) -> float:
 
 
 @compiled
-def _begin(
+def begin(
     stages: Records, ahead: Records, behind: Records, warm_up: Integers, micro_batches: int
 ) -> None:
-    """Reset all clocks."""
+    """Reset all clocks, and find the depth and the first messages of every stage."""
     there = returned = 0
     for number in range(len(stages)):
         stage = stages[number]

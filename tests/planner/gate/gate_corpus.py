@@ -282,6 +282,15 @@ def _uneven() -> Iterator[Case]:
         cluster, way = (slow_first, MIXED, three)[number % 3], ways[number % 3]
         yield _case("uneven", graph, number, 6 + 3 * number, cluster, replication=way, **free)
     yield _case("uneven", "chain", 5, 12, MIXED, memory=2.2, recompute=None, **free)
+    # Best with whole micro-batches in turn, or with larger parts for the faster replicas.
+    two = nodes(2, 2, 2, 2, speeds=(0.3, 1.0, 1.0), between=1.2e8)
+    four = nodes(2, 2, 2, 2, speeds=(0.82, 0.57, 0.99, 0.86))
+    five = nodes(*[1] * 5, speeds=(1.0, 0.5))
+    six = nodes(*[1] * 6, speeds=(0.25, 1.0, 0.6))
+    yield _case("uneven", "chain", 6, 24, two, **free)
+    yield _case("uneven", "skips", 103, 16, five, 32, stages=4, **free)
+    yield _case("uneven", "branches", 109, 23, six, 32, stages=5, **free)
+    yield _case("uneven", "branches", 41, 19, four, replication=None, **free)
     few = {"sizes": (), "stages": None, "micro_batches": 4, "replication": Replication.SPLIT}
     yield _case("uneven", "skips", 6, 6, ONE, 16, memory=1.7, **few, **free)
     yield _case("many", "chain", 0, 18, nodes(*[1] * 12, speeds=(0.1, 1.0, 1.0, 1.0)))
