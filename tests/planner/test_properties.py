@@ -75,6 +75,24 @@ def test_the_names_of_operators_change_nothing(number) -> None:
     assert step_s == pytest.approx(whole_step_s(number), rel=TIE)
 
 
+def reordered(profile, number):
+    """The same operators in another topological order; small problems are solved whatever it is."""
+    draw, order = Random(number), list[str]()
+    before = {each.id: {u for u, v in profile.edges if v == each.id} for each in profile.operators}
+    while before:
+        order.append(draw.choice([each for each in before if before[each] <= {*order}]))
+        del before[order[-1]]
+    return replace(profile, operators=tuple(profile.by_id[each] for each in order))
+
+
+@pytest.mark.parametrize("number", [5, 6, 7, 10])
+def test_the_order_of_operators_changes_nothing(number) -> None:
+    profile, cluster, request = problem(number)
+    other = reordered(profile, number)
+    assert other.operators != profile.operators
+    assert step_of(other, cluster, request) == pytest.approx(whole_step_s(number), rel=TIE)
+
+
 @cache
 def whole_step_s(number):
     """The step with everything that a problem has."""
