@@ -199,21 +199,14 @@ def _refuse_carried(
 
     place, changed_again = rerun(changes)
     begin = changes
-    numbers = {n: entry for n, entry in changes.items() if isinstance(entry.value, int | float)}
     if place is None:  # a maximum stays where it is; a schedule may wait for many steps
-        numbers = {
-            name: _after_many_steps(numbers[name]) for name in numbers if name in changed_again
-        }
+        later = {name: changes[name].after(_MANY_STEPS) for name in changes.keys() & changed_again}
+        numbers = {name: entry for name in changes if (entry := later.get(name)) is not None}
         place, _ = rerun(numbers) if numbers else (None, {})
         begin = numbers
     if place is not None:
         alone = (name for name, entry in begin.items() if rerun({name: entry})[0] is not None)
         raise Refusal.CARRIED.error(place, name=own_name(next(alone, next(iter(begin)))))
-
-
-def _after_many_steps(number: Entry) -> Entry:
-    first = number.old
-    return number._replace(value=first + _MANY_STEPS * (number.value - first))
 
 
 def _free(batch: Any, padded: Collection[str], dimensions: Collection[int]) -> Any:

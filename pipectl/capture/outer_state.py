@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections import deque
 from collections.abc import Iterator, MutableMapping
 from functools import lru_cache, partial
 from pathlib import Path
@@ -25,7 +26,7 @@ _MAX_HOLDERS = 2000
 _MAX_ENTRIES = 1000
 """Of a container; a larger one is a table, or data."""
 _PLAIN = (str, bytes, bool, int, float, complex, type(None), Tensor, nn.Module)
-_CONTAINERS = (dict, list)
+_CONTAINERS = (dict, list, deque)
 CachedFunction: Any = type(lru_cache(int))
 """What ``functools.lru_cache`` and ``functools.cache`` return."""
 
@@ -34,7 +35,7 @@ class Holder(NamedTuple):
     """What has such state.
 
     Args:
-        value: a list, a mapping, or a function with a cache.
+        value: a list, a deque, a mapping, or a function with a cache.
         name: for messages; the names of its entries begin with it.
         owner: the class of the object whose attributes these are; None for a container.
     """
@@ -124,7 +125,7 @@ def outer_holders(wrapper: nn.Module) -> list[Holder]:
             found.append(Holder(value, name, None))
         for holder in _holders(name, value):
             found.append(holder)
-            items = enumerate(value) if isinstance(value, list) else [*holder.value.items()]
+            items = enumerate(value) if isinstance(value, list | deque) else [*holder.value.items()]
             waiting += [(holder.name_of(key), item) for key, item in items]
         waiting += _behind(value)
     return found

@@ -11,10 +11,11 @@ every step assigns the same (such as a table that is computed when it is first n
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -34,6 +35,9 @@ from pipectl.torch_api import get_proxy_mode, get_proxy_slot, make_subclass, pyt
 _PLAIN = (str, bytes, int, float, complex, type(None), type, FunctionType, ModuleType, nn.Parameter)
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 _CONTAINERS = (*_MAPPINGS, list, deque, set)
+_VALUES = (int, float, complex, np.number, np.bool_, str)
+_MAX_ARRAY_BYTES = 2**24
+"""Of an array that is compared; a larger one is a table, or data."""
 _SHARED = frozenset({*sys.stdlib_module_names, "torch"})
 """Packages whose objects other code may use at the same time, such as loggers and locks."""
 _CONVERSIONS = {"to", "_to_copy", "type_as", "contiguous", "clone", "detach", "alias"}
@@ -44,18 +48,77 @@ _OF_TORCH = re.compile(r"\._(buffers|parameters|modules|\w*hooks\w*)\b|(^|\.)tra
 
 
 class Entry(NamedTuple):
-    """An attribute of an object, or an entry of a mapping or list.
+    """An attribute of an object, or an entry of a mapping, list or deque.
 
     Args:
-        holder: the attributes, mapping or list that contains it.
+        value: :data:`_ABSENT` if a step has removed it.
+        holder: the attributes, mapping, list or deque that contains it.
         key: its name, key or index there.
+        content: what tells whether the value itself has changed: a copy of an array, how far an
+            iterator is; None for anything else.
         old: the value before the step, of an entry that the step has changed.
     """
 
     value: Any
     holder: Any
     key: Any
+    content: Any = None
     old: Any = None
+
+    @property
+    def plain(self) -> Any:
+        """A number, a text, an array, or a tuple of numbers and texts; None for anything else."""
+        if isinstance(self.value, np.ndarray):
+            return self.content
+        parts = self.value if isinstance(self.value, tuple) else (self.value,)
+        return self.value if parts and all(isinstance(p, _VALUES) for p in parts) else None
+
+    def is_as(self, other: Entry | None) -> bool:
+        """Return whether another entry has this very value, with the same content."""
+        return (
+            other is not None
+            and self.value is other.value
+            and _is_equal(self.content, other.content)
+        )
+
+    def after(self, steps: int) -> Entry | None:
+        """Return the entry after more such steps; None if that is not known."""
+        old, new = self.old, self.plain
+        if isinstance(new, tuple) and isinstance(old, tuple) and len(new) == len(old):
+            value: Any = tuple(_after(*pair, steps) for pair in zip(old, new, strict=True))
+        else:
+            value = _after(old, new, steps)
+        return None if value is None else self._replace(value=value, content=_content(value))
+
+
+def _after(old: Any, new: Any, steps: int) -> Any:
+    """Return a number that has changed alike in so many steps; None for texts and the like."""
+    numbers = isinstance(old, int | float | np.number) and isinstance(new, int | float | np.number)
+    if not numbers and not (
+        isinstance(old, np.ndarray)
+        and isinstance(new, np.ndarray)
+        and old.shape == new.shape
+        and {old.dtype.kind, new.dtype.kind} <= set("iuf")
+    ):
+        return new if _is_equal(old, new) else None
+    with np.errstate(all="ignore"):
+        return old + steps * (new - old)
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        same_kind = (one.shape, one.dtype) == (other.shape, other.dtype)
+        return same_kind and one.tobytes() == other.tobytes()
+    return type(one) is type(other) and bool(one == other)
+
+
+def _content(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        is_compared = value.dtype.kind in "biufc" and value.nbytes <= _MAX_ARRAY_BYTES
+        return value.copy() if is_compared else None
+    if isinstance(value, itertools.count):
+        return repr(value)
+    return object() if isinstance(value, Iterator) else None  # it may have advanced
 
 
 @contextmanager
@@ -85,11 +148,12 @@ def _entries(holders: Iterable[Holder]) -> dict[str, Entry]:
         if isinstance(value, MutableMapping):
             defaults = {} if holder.owner is None else _numbers_of(holder.owner)
             pairs: Iterable[Any] = ({**defaults, **value} if defaults else value).items()
-        elif isinstance(value, list):
+        elif isinstance(value, list | deque):
             pairs = enumerate(value)
         else:
             continue
-        entries |= {holder.name_of(key): Entry(item, value, key) for key, item in pairs}
+        for key, item in pairs:
+            entries[holder.name_of(key)] = Entry(item, value, key, _content(item))
     return entries
 
 
@@ -112,14 +176,17 @@ def _restore_outer(model: nn.Module, before: Mapping[str, Entry]) -> None:
     for name, entry in reversed(_entries(holders).items()):
         value, holder, key = entry[:3]
         old = before.get(name)
-        if old is not None and old.value is value:
+        if entry.is_as(old):
             continue
-        if isinstance(value, int | float) or any(True for _ in tensors_in(value)):
+        if entry.plain is not None or any(True for _ in tensors_in(value)):
             with suppress(AttributeError, TypeError, KeyError, IndexError):  # it is not to be set
                 if old is None:
                     del holder[key]
-                else:
-                    holder[key] = old.value
+                    continue
+                holder[key] = old.value
+        if old is not None and isinstance(old.content, np.ndarray):
+            with suppress(ValueError):  # it is read-only
+                old.value[...] = old.content
 
 
 def _items(model: nn.Module) -> Iterator[Holder]:
@@ -141,7 +208,11 @@ def _items(model: nn.Module) -> Iterator[Holder]:
                 Holder(v, f"{path}.{k}", None) for k, v in inner if not isinstance(v, _PLAIN)
             ]
         elif isinstance(value, tuple | frozenset):
-            waiting += [Holder(v, path, None) for v in value if not isinstance(v, _PLAIN)]
+            waiting += [
+                Holder(v, f"{path}.{i}", None)
+                for i, v in enumerate(value)
+                if not isinstance(v, _PLAIN)
+            ]
         elif isinstance(value, MethodType):
             waiting.append(Holder(value.__self__, path, None))
         elif isinstance(value, np.ndarray) or generator_state(value) is not None:
@@ -226,9 +297,9 @@ def _carried(name: str, value: Any) -> Any:
 def watch_changes(wrapper: nn.Module, begin: Mapping[str, Entry]) -> Iterator[dict[str, Entry]]:
     """Find what a step changes in Python objects while it is exported; restore it afterwards.
 
-    The result has, by name, what the next step begins with: numbers that have changed, and
-    tensors that follow from the batch or from old values; a step that uses such a tensor is
-    refused.
+    The result has, by name, what the next step begins with: numbers, texts and arrays that have
+    changed, iterators, and tensors that follow from the batch or from old values; a step that uses
+    such a tensor is refused.
 
     Args:
         begin: what this step begins with.
@@ -240,35 +311,24 @@ def watch_changes(wrapper: nn.Module, begin: Mapping[str, Entry]) -> Iterator[di
 
     def compare(*_: object) -> None:
         refuse_extra_states(wrapper, extra, tensors=False)
-        unknown = Entry(_ABSENT, None, None)
-        entries = _every_entry(wrapper).items()
-        changed = {n: e for n, e in entries if e.value is not before.get(n, unknown).value}
-        # What has assigned tensors: numbers beside them may say of what those are.
-        tensors = {n: e for n, e in changed.items() if isinstance(e.value, Tensor)}
-        caching = {n.rpartition(".")[0] for n in tensors if n not in outer}
-        caching |= {n.partition("._buffers[")[0] for n in changed if "._buffers[" in n}
-        outer_caching = {
-            id(e.holder) for n, e in tensors.items() if n in outer and not follows(n, e)
-        }
-        for name, entry in changed.items():
-            old, new = before.get(name, entry._replace(value=None)).value, entry.value
-            if isinstance(new, int | float):
-                is_of_a_table = name.removesuffix(f".{entry.key}") in caching
-                is_of_a_table |= name in outer and id(entry.holder) in outer_caching
-                if type(new) is type(old) and new != old and not is_of_a_table:
-                    changes[name] = entry._replace(old=old)
-            elif "._buffers[" not in name and follows(name, entry):
-                changes[name] = entry._replace(old=old)
+        now = _every_entry(wrapper)
+        changed = {n: e for n, e in now.items() if not e.is_as(before.get(n))}
+        following = {name for name, entry in changed.items() if follows(name, entry)}
+        changes.update(_changes(before, changed, outer, following))
+        for name in before.keys() - now.keys() - outer:
+            if before[name].plain is not None:
+                changes[name] = before[name]._replace(value=_ABSENT, content=None)
 
     def follows(name: str, entry: Entry) -> bool:
         return _follows(entry.value, batch, before[name].value if name in before else None)
 
     with preserve_state(wrapper, ()):
         outer = _entries(outer_holders(wrapper)).keys()
-        for name, (value, holder, key, _) in begin.items():
-            if not isinstance(holder, list) or key < len(holder):
-                is_outer = name in outer
-                holder[key] = _other(value) if is_outer else _carried(own_name(name), value)
+        for name, entry in begin.items():
+            _begin_with(entry, None if name in outer else own_name(name))
+        for entry in sorted((e for e in begin.values() if e.value is _ABSENT), key=_place)[::-1]:
+            with suppress(KeyError, IndexError):
+                del entry.holder[entry.key]
         before, extra = _every_entry(wrapper), extra_states(wrapper, tensors=False)
         hooks = [
             wrapper.register_forward_pre_hook(lambda _, given: batch.update(_nodes(given))),
@@ -281,6 +341,64 @@ def watch_changes(wrapper: nn.Module, begin: Mapping[str, Entry]) -> Iterator[di
                 hook.remove()
 
 
+def _changes(
+    before: Mapping[str, Entry],
+    changed: Mapping[str, Entry],
+    outer: Collection[str],
+    following: Collection[str],
+) -> Iterator[tuple[str, Entry]]:
+    """Yield what the next step begins with, of what a step has changed.
+
+    Args:
+        outer: names of the entries outside of the model.
+        following: names of those whose tensors follow from the batch or from old values.
+    """
+    # What has assigned tensors: numbers beside them may say of what those are.
+    tensors = {n: e for n, e in changed.items() if isinstance(e.value, Tensor)}
+    caching = {n.rpartition(".")[0] for n in tensors if n not in outer}
+    caching |= {n.partition("._buffers[")[0] for n in changed if "._buffers[" in n}
+    tables = {
+        id(e.holder)
+        for n, e in tensors.items()
+        if n not in following and (n in outer or n.endswith("]"))
+    }
+    for name, entry in changed.items():
+        old = before[name].plain if name in before else None
+        if entry.plain is not None or (entry.value is None and old is not None):
+            is_of_a_table = name.removesuffix(f".{entry.key}") in caching
+            is_of_a_table |= id(entry.holder) in tables
+            if not is_of_a_table and not _is_equal(entry.plain, old):
+                yield name, entry._replace(old=old)
+            continue
+        # An iterator goes on where this step has left it.
+        is_next = isinstance(entry.value, Iterator)
+        if is_next or (name in following and "._buffers[" not in name):
+            yield name, entry
+
+
+def _begin_with(entry: Entry, name: str | None) -> None:
+    """Let a step begin with the value of an entry.
+
+    Args:
+        name: for messages; None outside of a model.
+    """
+    value, holder, key = entry[:3]
+    if value is _ABSENT:
+        return
+    if isinstance(value, np.ndarray):
+        value = value if entry.content is None else entry.content.copy()
+    else:
+        value = _other(value) if name is None else _carried(name, value)
+    if not isinstance(holder, list | deque) or key < len(holder):
+        holder[key] = value
+    elif key == len(holder):
+        holder.append(value)
+
+
+def _place(entry: Entry) -> int:
+    return entry.key if isinstance(entry.key, int) else 0
+
+
 def _every_entry(wrapper: nn.Module) -> dict[str, Entry]:
     return _entries(_items(wrapper)) | _entries(outer_holders(wrapper))
 
@@ -291,13 +409,16 @@ def state_values(wrapper: nn.Module) -> dict[str, object]:
     Parameters, buffers and hooks are left out.
     """
     values: dict[str, object] = {}
-    for name, (value, *_) in _every_entry(wrapper).items():
+    for name, entry in _every_entry(wrapper).items():
+        value = entry.value
         if _OF_TORCH.search(name):
             continue
         is_number = isinstance(value, int | float | str | None)
         size = version_of(value) if isinstance(value, Tensor) else 0
         if type(value) in _CONTAINERS:
             size = len(value)
+        if isinstance(value, np.ndarray) and entry.content is not None:
+            size = hash(entry.content.tobytes())
         values[own_name(name)] = value if is_number else (id(value), size)
     return values
 

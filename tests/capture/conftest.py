@@ -36,7 +36,8 @@ def make_spec(spec_maker: Callable[[Path], Callable[..., JobSpec]]) -> Callable[
 
 
 MODULES = """\
-import contextlib, ctypes, functools, random, types
+import contextlib, ctypes, functools, itertools, random, types
+from collections import deque
 from random import random as draw
 import numpy as np
 import torch
@@ -45,6 +46,7 @@ from torch import nn
 GENERATOR = np.random.default_rng(0)
 STEPS, MEAN, LAST, WIDTH, TABLE = 0, torch.zeros(6), None, 0, None
 COUNTS, STATE = {"a": 0}, types.SimpleNamespace(calls=0)
+QUEUE, ARRAY, NUMBERS = deque(maxlen=4), np.zeros(1), itertools.count(1)
 
 class Meter:
     calls = 0

@@ -67,6 +67,7 @@ def test_what_no_step_reads_of_another_may_be_kept_and_is_left_as_it_was(
     assert operators(job.training_graph(4)) == opaque
     code = sys.modules[type(job.model[1]).__module__]
     assert (code.STEPS, code.COUNTS, code.LAST, code.Meter.calls) == (0, {"a": 0}, None, 0)
+    assert (len(code.QUEUE), code.ARRAY.tolist()) == (0, [0])
     for module, attributes in zip(job.model, before, strict=True):
         assert vars(module).keys() == attributes.keys()
         assert getattr(module, "kept", None) is attributes.get("kept")
