@@ -32,12 +32,14 @@ class Buckets:
         pad: the padding values of fields, by name.
         sample_lengths: of every sample.
         section: of the spec that names the dataset.
+        epochs: the samples of the first epochs, which may leave some out; all by default.
 
     Attributes:
         used_lengths: lengths of the buckets that have samples, ascending.
 
     Raises:
-        CaptureError: a sample is longer than all buckets.
+        CaptureError: a sample is longer than all buckets, or another epoch has other numbers of
+            samples in them.
     """
 
     def __init__(
@@ -46,13 +48,16 @@ class Buckets:
         pad: Mapping[str, float],
         sample_lengths: Sequence[int],
         section: str,
+        epochs: Sequence[Sequence[int]] = (),
     ) -> None:
         self._lengths = np.asarray(lengths)
         self._pad = pad
         self._section = section
         self._sample_lengths = np.asarray(sample_lengths, dtype=np.int64)
         self._bucket_of = np.searchsorted(self._lengths, self._sample_lengths)
-        too_long = np.flatnonzero(self._bucket_of == len(lengths))
+        taken = [np.sort(np.asarray(each)) for each in epochs] or [np.arange(len(sample_lengths))]
+        self._taken = self._bucket_of[taken[0]]
+        too_long = taken[0][self._taken == len(lengths)]
         if len(too_long):
             first = int(too_long[0])
             raise CaptureError(
@@ -60,21 +65,27 @@ class Buckets:
                 f"longest of data.buckets is {lengths[-1]} ({len(too_long)} samples are longer)",
                 hint="add a bucket to data.buckets, or cut long samples in the dataset",
             )
-        self.used_lengths: tuple[int, ...] = tuple(
-            self._lengths[np.unique(self._bucket_of)].tolist()
-        )
+        kinds = [np.bincount(self._bucket_of[each]).tolist() for each in taken]
+        if any(each != kinds[0] for each in kinds):
+            raise CaptureError(
+                f"{section}: its epochs have different numbers of samples in the buckets of "
+                "data.buckets",
+                hint="let the sampler take the same samples in every epoch, or leave data.buckets "
+                "out",
+            )
+        self.used_lengths: tuple[int, ...] = tuple(self._lengths[np.unique(self._taken)].tolist())
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Samples of each bucket that has some, in the order of their lengths."""
-        counts: list[int] = np.unique(self._bucket_of, return_counts=True)[1].tolist()
+        """Samples of each bucket in an epoch, if it has some, in the order of their lengths."""
+        counts: list[int] = np.unique(self._taken, return_counts=True)[1].tolist()
         return tuple(counts)
 
     def arrange(self, order: Sequence[int], batch_size: int) -> list[Indices]:
         """Return the samples of every batch of an epoch.
 
         Args:
-            order: of all samples.
+            order: of its samples.
         """
         samples, full, rest = np.asarray(order), list[Indices](), list[Indices]()
         for bucket in range(len(self._lengths)):

@@ -152,19 +152,21 @@ class Loader:
         """The samples by length; None without buckets.
 
         Raises:
-            CaptureError: a sample is longer than all buckets, or the lengths are not known.
+            CaptureError: a sample is longer than all buckets, the lengths are not known, or they
+                differ between epochs.
         """
         if not self._lengths:
             return None
-        samples, dataset = self.samples, self._dataset
-        if samples is None:
+        dataset: Any = self._dataset
+        if self.samples is None:
             raise CaptureError(
                 f"{self._section}: is iterable, so that data.buckets cannot sort its samples by "
                 "length",
                 hint="use a dataset with __len__ and __getitem__, or leave data.buckets out",
             )
+        samples = len(dataset)  # an order, such as a script's sampler, may leave some out
         lengths = getattr(dataset, "lengths", None)
-        if lengths is None:
+        if lengths is None or callable(lengths):
             seeded, names = _Seeded(dataset, self._seed), (self._pad, self._section)
             lengths = [
                 length_of_sample(self._sample(seeded, index), *names) for index in range(samples)
@@ -175,7 +177,8 @@ class Loader:
                 f"{len(lengths)} entries",
                 hint="let it have the length of every sample",
             )
-        return Buckets(self._lengths, self._pad, lengths, self._section)
+        epochs = () if self._order is None else (self._order(0), self._order(1))
+        return Buckets(self._lengths, self._pad, lengths, self._section, epochs)
 
     @property
     def lengths(self) -> tuple[int, ...]:

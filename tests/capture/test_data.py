@@ -287,6 +287,7 @@ def test_data_that_keep_what_they_read_have_the_samples_that_they_began_with() -
 # Batches of sequences of several lengths
 
 BUCKETS = (4, 8, 12)
+ORDERS = [[7, 6, 5, 4, 1, 0], [0, 1, 4, 5, 6, 7]]
 
 
 def sequences(each: list[int], form: Any = lambda ids: (ids, ids + 1), **more: Any) -> Mapped:
@@ -326,6 +327,24 @@ def test_every_epoch_takes_every_sample_once_in_batches_of_one_bucket(
         assert drop_last or len(taken) == len(lengths)
         kinds.append(sorted((batch.size, batch.length) for batch in batches))
     assert kinds[0] == kinds[1] == kinds[2]  # the steps of every epoch have been seen in the first
+
+
+@pytest.mark.parametrize("more", [{}, {"lengths": [5, 2, 14, 12, 1, 8, 3, 7]}])
+def test_an_order_may_leave_samples_out(more: dict[str, Any]) -> None:
+    """As a sampler of a script does. The longest sample, which no bucket fits, is left out, too."""
+    dataset = sequences([5, 2, 14, 12, 1, 8, 3, 7], **more)
+    loader = loader_of(dataset, batch_size=2, order=lambda epoch: ORDERS[epoch])
+    assert (loader.samples, loader.counts, loader.lengths) == (6, (3, 3), (4, 8))
+    for epoch in range(2):
+        assert sorted(loader.order(epoch)) == [0, 1, 4, 5, 6, 7]
+        taken = [p for batch in loader.epoch(epoch) for p in batch.positions]
+        assert sorted(taken) == list(range(6))
+
+
+def test_buckets_refuse_an_order_with_other_numbers_of_each_length_in_another_epoch() -> None:
+    loader = loader_of(sequences([5, 2, 7]), batch_size=1, order=lambda epoch: [epoch, 2])
+    with pytest.raises(CaptureError, match="different numbers of samples in the buckets"):
+        loader.epoch(0)
 
 
 def test_epochs_mix_lengths_in_orders_of_their_own() -> None:
