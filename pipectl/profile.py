@@ -92,8 +92,8 @@ class Profile(DataFile):
         uneven_metrics: metrics that are functions and no means over samples, although they are
             averaged.
         code: files that the model and the data have loaded, and that no import names.
-        redrawn: a parameter or buffer that has another initial value each time the model is built;
-            null if none was found.
+        redrawn: a parameter, buffer or other tensor of the model that has another initial value
+            each time the model is built; null if none was found.
     """
 
     hint: ClassVar[str] = "write a new one with: pipectl profile JOB.yaml"

@@ -160,6 +160,18 @@ class CapturedGraph:
         self.output_spec: Any = part_of(spec, 1) if outputs and spec is not None else None
 
     @cached_property
+    def used_constants(self) -> dict[str, Tensor]:
+        """The tensors of the model that operators read and that are neither parameters nor buffers,
+        by placeholder; those with values alone."""
+        used = {n: state for n, state in self.states.items() if self.users.get(n)}
+        constants = {n: self.constants[s.name] for n, s in used.items() if s.kind == "constant"}
+        return {
+            name: tensor
+            for name, tensor in constants.items()
+            if type(tensor) is Tensor and not tensor.is_meta and tensor.layout is torch.strided
+        }
+
+    @cached_property
     def tokens_per_sample(self) -> int:
         """Length of the sequences of token ids that the model reads; 0 if it reads none.
 

@@ -227,6 +227,20 @@ def _items(model: nn.Module) -> Iterator[Holder]:
             waiting.append(Holder(vars(value), path, type(value)))
 
 
+def plain_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors and numpy arrays in attributes of a model that are neither parameters nor
+    buffers, by name.
+    """
+    found: dict[str, Tensor] = {}
+    for value, name, _ in _items(model):
+        if isinstance(value, Tensor):
+            found[name.lstrip(".")] = value.detach()
+        elif isinstance(value, np.ndarray):
+            with suppress(TypeError):  # torch has no such type
+                found[name.lstrip(".")] = torch.as_tensor(value.copy())
+    return found
+
+
 def _is_restorable(tensor: Tensor) -> bool:
     """Return whether a tensor can be compared with a copy, and written."""
     if tensor.layout is not torch.strided or tensor.is_meta:

@@ -30,6 +30,7 @@ from pipectl.capture.digests import (
 )
 from pipectl.capture.job import CapturedJob
 from pipectl.capture.model_with_loss import full_name
+from pipectl.capture.python_state import plain_tensors
 from pipectl.errors import PipectlError
 from pipectl.hash_seed import VARIABLE
 from pipectl.profile_parts import Readings
@@ -112,8 +113,8 @@ def find_redrawn_samples(job: CapturedJob, other: OtherReader) -> tuple[tuple[in
 
 
 def find_redrawn(job: CapturedJob, size: int) -> str | None:
-    """Return the first parameter or buffer that has another initial value when the model is built
-    again; None if there is none, or if it is not known.
+    """Return the first parameter, buffer or other tensor of the graph that has another initial
+    value when the model is built again; None if there is none, or if it is not known.
 
     Buffers that forwards write may begin with anything, and do not count.
 
@@ -136,11 +137,20 @@ def find_redrawn(job: CapturedJob, size: int) -> str | None:
             is_read = full_name(name) in read - graph.written_buffers
             if is_read and not _is_equal(states[full_name(name)], tensor):
                 return name
+        constants, others = {*map(_identity, graph.used_constants.values())}, plain_tensors(model)
+        for name, tensor in plain_tensors(job.model).items():
+            known = _identity(tensor)
+            if known in constants and name in others and known != _identity(others[name]):
+                return name
     return None
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and checksum(one) == checksum(other)
+
+
+def _identity(tensor: Tensor) -> tuple[torch.dtype, torch.Size, int]:
+    return tensor.dtype, tensor.shape, checksum(tensor)
 
 
 @contextmanager

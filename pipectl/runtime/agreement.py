@@ -229,11 +229,14 @@ def check_data(
     return mine
 
 
-def check_initial(communicator: MPI.Comm, values: Mapping[str, Tensor]) -> None:
-    """Compare the initial values of parameters and buffers that several ranks hold. Collective.
+def check_initial(
+    communicator: MPI.Comm, values: Mapping[str, Tensor], constants: Mapping[str, str]
+) -> None:
+    """Compare the initial values of tensors that several ranks hold. Collective.
 
     Args:
-        values: those of this rank, by full name.
+        values: those of this rank: parameters and buffers by full name, and constants.
+        constants: words for each of these, by its key in ``values``.
 
     Raises:
         MismatchError: on all ranks, naming the first that differs and two ranks.
@@ -244,8 +247,9 @@ def check_initial(communicator: MPI.Comm, values: Mapping[str, Tensor]) -> None:
         for name, digest in found.items():
             other, known = first.setdefault(name, (rank, digest))
             if digest != known:
+                what = constants.get(name) or f"the initial value of {own_name(name)!r}"
                 raise MismatchError(
-                    f"model: the initial value of {own_name(name)!r} is another on rank {rank} "
+                    f"model: {what} is another on rank {rank} "
                     f"than on rank {other}, which both hold it",
                     hint=SEEDED_HINT,
                 )

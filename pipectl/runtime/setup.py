@@ -9,11 +9,13 @@ from functools import partial
 from typing import Any
 
 from mpi4py import MPI
-from torch import nn
+from torch import Tensor, nn
 
 from pipectl.capture import CapturedJob, Cut, evaluation_stages
+from pipectl.capture.model_with_loss import own_name
 from pipectl.capture.norms import refuse_single_values
 from pipectl.capture.python_state import preserve_state
+from pipectl.capture.refusals import place_of_node
 from pipectl.capture.slices import Span
 from pipectl.errors import MismatchError
 from pipectl.lanes import Lane
@@ -145,18 +147,39 @@ class Setup:
             Those that this rank saves, unless they are sharded.
 
         Raises:
-            MismatchError: states that several ranks hold begin with other values on some.
+            MismatchError: states that several ranks hold begin with other values on some, or
+                constants of the graphs, which no checkpoint contains, are others.
         """
         job, stages_of = self.job, _stages_of_states(cuts)
         saved, held = self._saved_and_held(stages_of)
         job.materialize(held)
+        values, words = self._shared_constants(cuts)
         if stored is not None:
             stored.restore_states({name: job.states[name] for name in held})
-            return saved
-        several = self._held_by_several(stages_of)
-        compared = [n for n in held if n in several and n not in written]
-        check_initial(self.communicator, {name: job.states[name] for name in compared})
+        else:
+            several = self._held_by_several(stages_of)
+            compared = [n for n in held if n in several and n not in written]
+            values |= {name: job.states[name] for name in compared}
+        check_initial(self.communicator, values, words)
         return saved
+
+    def _shared_constants(
+        self, cuts: Mapping[Key, Cut]
+    ) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """The constants of this rank's stages that other ranks have, too, and words for each."""
+        values, words, stages = dict[str, Tensor](), dict[str, str](), self.plan.stages
+        for number, cut in enumerate(cuts.values()):
+            graph = cut.graph
+            for placeholder, tensor in graph.used_constants.items():
+                users = graph.users[placeholder]
+                using = {cut.stage_of[user] for user in users}
+                ranks = {rank for i in using for rank in stages[i].ranks}
+                if len(ranks) > 1 and self.communicator.rank in ranks:
+                    key = f"{number} {placeholder}"  # names count the constants of one graph
+                    place = place_of_node(graph.operators[graph.position[users[0]]])
+                    name = own_name(graph.states[placeholder].name)
+                    values[key], words[key] = tensor, f"the tensor {name!r}{place}"
+        return values, words
 
     def _build_stages(self, cuts: Mapping[Key, Cut], written: Container[str]) -> dict[int, Stage]:
         """The stages of this rank by index, and what the plan changes in their code.

@@ -97,6 +97,26 @@ class Drawn(nn.Module):
         return self.second(self.first(x) + self.last)
 
 
+class Scaled(Counted):
+    """By numbers in plain attributes that no seed gives; those that no operator reads are none of
+    a graph's."""
+
+    def __init__(self, read: str) -> None:
+        super().__init__()
+        numbers = np.random.default_rng()
+        self.read = read
+        self.tensor, self.parts = torch.from_numpy(numbers.random(6)).float(), {}
+        self.parts["array"] = numbers.random(6)
+        self.unread = torch.from_numpy(numbers.random(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.read == "tensor":
+            x = x * self.tensor
+        elif self.read == "array":
+            x = x * torch.from_numpy(self.parts["array"]).float()
+        return super().forward(x)
+
+
 class Large(Counted):
     """With a buffer of 64 MiB, and takes no more than so many samples."""
 

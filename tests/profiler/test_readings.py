@@ -51,6 +51,14 @@ def test_initial_values_that_no_seed_gives_are_found(spec_of, seed: int | None, 
 
 
 @pytest.mark.parametrize(
+    ("read", "name"), [("tensor", "tensor"), ("array", "parts.array"), ("nothing", None)]
+)
+def test_so_are_those_of_tensors_in_plain_attributes(spec_of, read: str, name: str | None) -> None:
+    job = CapturedJob(spec_of("Scaled", kwargs={"read": read}))
+    assert find_redrawn(job, 4) == name
+
+
+@pytest.mark.parametrize(
     ("data", "held_out", "shared"),
     [
         ("drawn", {"count": 20}, [(0, 0), (5, 5), (10, 10), (15, 15)]),

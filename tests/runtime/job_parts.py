@@ -208,6 +208,17 @@ class Model(nn.Module):
         return self.head(self.layers(x)).view(-1, 3, 4)
 
 
+class Unseeded(Model):
+    """By numbers in a plain attribute that no seed gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.tensor([float.fromhex("0x" + os.urandom(4).hex()) for _ in range(6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * (self.scale / self.scale.sum()))
+
+
 class Hungry(Model):
     """Marked samples ask for more memory than there is."""
 

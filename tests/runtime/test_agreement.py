@@ -67,6 +67,10 @@ def test_what_differs_is_named_with_both_sides_before_training(make_run, launch)
         "which both hold it",
         "reseeded",
     )
+    parts = Path(__file__).with_name("job_parts.py")
+    replicas = {"pipeline": {"micro_batches": 2, "stages": 1, "replicas": 2}}
+    runs = (make_run(2, model={"factory": f"{parts}:Unseeded"}, **replicas),)
+    refused(f"model: the tensor 'scale' (at {parts}:")
 
 
 @pytest.mark.parametrize(
