@@ -357,20 +357,28 @@ def _program(
     kept: KeptModules,
     free: Any,
     begin: Mapping[str, Entry] = MappingProxyType({}),
+    *,
+    locates_draws: bool = False,
 ) -> tuple[ExportedProgram, Mapping[str, Entry]]:
     """Return the program, and what the next step begins with; see :func:`watch_changes`.
 
     Args:
         free: sizes, as torch.export takes them.
+        locates_draws: see :func:`~pipectl.capture.draws.refused_draws`.
     """
     recorder = Recorder()
-    with (
-        watch_changes(wrapper, begin) as changes,
-        patched_export(wrapper, recorder, unrolls=kept.unrolls),
-        recorded_calls(wrapper, kept.modules, recorder),
-        exportable(wrapper, batch) as exported,
-    ):
-        program = torch.export.export(wrapper, exported, dynamic_shapes=free, strict=False)
+    try:
+        with (
+            watch_changes(wrapper, begin) as changes,
+            patched_export(wrapper, recorder, unrolls=kept.unrolls, locates_draws=locates_draws),
+            recorded_calls(wrapper, kept.modules, recorder),
+            exportable(wrapper, batch) as exported,
+        ):
+            program = torch.export.export(wrapper, exported, dynamic_shapes=free, strict=False)
+    except RefusedError as error:
+        if error.refusal is not Refusal.DRAW or error.place or locates_draws:
+            raise
+        return _program(wrapper, batch, kept, free, begin, locates_draws=True)
     recorder.place_targets(program)
     drop_conditions(program.graph)
     return program, changes

@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pipectl.capture.draws import watched_entropy, watched_seeds
 from pipectl.capture.factories import is_torch_code
 from pipectl.capture.graph import CapturedGraph
 from pipectl.capture.model_with_loss import ModelWithLoss, States, in_model, own_name
@@ -32,13 +34,13 @@ from pipectl.capture.opaque import (
     write_buffers_once,
 )
 from pipectl.capture.patches import Mask, Recorder
-from pipectl.capture.python_state import extra_states, preserve_state, refuse_extra_states
-from pipectl.capture.randomness import (
-    SHARED_GENERATORS,
+from pipectl.capture.python_state import (
+    extra_states,
     own_generators,
-    seed_everything,
-    states_of,
+    preserve_state,
+    refuse_extra_states,
 )
+from pipectl.capture.randomness import SHARED_GENERATORS, seed_everything, states_of
 from pipectl.capture.refusals import (
     AS_IT_IS,
     Keep,
@@ -253,12 +255,13 @@ class KeptModule:
                 inputs = [*states.now(), *arguments.tensors]
                 tensors = [*map(make, inputs[:count]), *map(_sample, inputs[count:])]
                 versions = [version_of(tensor) for tensor in tensors]
-                random = states_of(generators)
+                random, noticed = states_of(generators), list[Any]()
                 args, kwargs = arguments.filled(tensors[count:])
-                with mask.take_off():
+                note = partial(noticed.append, None)
+                with mask.take_off(), watched_seeds(note), watched_entropy(note):
                     result, buffers, written = states.call_module(tensors[:count], args, kwargs)
                 written |= {i for i, t in enumerate(tensors) if version_of(t) != versions[i]}
-                draws = states_of(generators) != random
+                draws = bool(noticed) or states_of(generators) != random
                 outline = Outline.of_call(result, tensors, written, draws)
                 changed = (i for i, new in buffers.items() if not is_same(new, tensors[i]))
                 calls.append(replace(outline, changed=frozenset(changed)))

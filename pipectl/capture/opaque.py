@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -21,9 +22,10 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from pipectl.capture.draws import seeded_draws
 from pipectl.capture.leaves import is_choice
 from pipectl.capture.model_with_loss import States, own_name, register_dataclasses
-from pipectl.capture.randomness import own_generators, reseed
+from pipectl.capture.python_state import own_generators
 from pipectl.capture.refusals import Refusal, RefusedError
 from pipectl.capture.tensors import is_deferred, storage_of, storages_in, tensors_in
 from pipectl.torch_api import buffers_of, is_in_backward, pytree
@@ -323,7 +325,7 @@ class Opaque:
 
     @cached_property
     def _generators(self) -> list[Any]:
-        """The module's own generators. During an export, some of them are replaced by others."""
+        """The module's own generators."""
         return own_generators(self._module)
 
     def kept_buffers(self, args: Sequence[Any], result: Any) -> list[tuple[Tensor, Tensor | None]]:
@@ -385,9 +387,9 @@ class Opaque:
         for module, training in self.modes:
             if module.training is not training:
                 module.training = training
-        reseed(self._generators)
         args, kwargs = self._arguments.filled(values[count:])
-        result, buffers, _ = self._states.call_module(values[:count], args, kwargs)
+        with seeded_draws(self._generators) if self.outline.draws else nullcontext():
+            result, buffers, _ = self._states.call_module(values[:count], args, kwargs)
         results = self._checked(result, samples, tensors_in([values, buffers]))
         if anchor is not None:
             left = leave(anchor, [results[index] for index in self._unshared])

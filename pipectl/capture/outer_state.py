@@ -13,12 +13,13 @@ from collections import deque
 from collections.abc import Iterator, MutableMapping
 from functools import lru_cache, partial
 from pathlib import Path
-from types import FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import BuiltinMethodType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from pipectl import faults
+from pipectl.capture.randomness import GENERATORS
 from pipectl.capture.tensors import tensors_in
 from pipectl.torch_api import FakeTensor, forward_hooks_of
 
@@ -26,7 +27,8 @@ _MAX_HOLDERS = 2000
 _MAX_ENTRIES = 1000
 """Of a container; a larger one is a table, or data."""
 _PLAIN = (str, bytes, bool, int, float, complex, type(None), Tensor, nn.Module)
-_CONTAINERS = (dict, list, deque)
+_SEQUENCES = (list, deque, tuple, set)
+_CONTAINERS = (dict, *_SEQUENCES)
 CachedFunction: Any = type(lru_cache(int))
 """What ``functools.lru_cache`` and ``functools.cache`` return."""
 
@@ -121,14 +123,17 @@ def outer_holders(wrapper: nn.Module) -> list[Holder]:
         if id(value) in seen or isinstance(value, _PLAIN):
             continue
         seen.add(id(value))
-        if isinstance(value, CachedFunction):
+        if isinstance(value, (CachedFunction, *GENERATORS)):
             found.append(Holder(value, name, None))
         for holder in _holders(name, value):
             found.append(holder)
-            items = enumerate(value) if isinstance(value, list | deque) else [*holder.value.items()]
-            waiting += [(holder.name_of(key), item) for key, item in items]
+            waiting += [(holder.name_of(key), item) for key, item in _inner(holder.value)]
         waiting += _behind(value)
     return found
+
+
+def _inner(value: Any) -> list[tuple[Any, Any]]:
+    return list(enumerate(value) if isinstance(value, _SEQUENCES) else value.items())
 
 
 def clear_traced(cached: Any) -> None:
@@ -162,16 +167,22 @@ def _behind(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, FunctionType):
         yield from _variables(value.__code__.co_filename, value.__globals__)
         yield "", getattr(value, "__wrapped__", None)
+        yield from _defaults(value)
     elif isinstance(value, CachedFunction):
         yield "", value.__wrapped__
     elif isinstance(value, ModuleType):
         yield from _variables(getattr(value, "__file__", None), vars(value))
     elif isinstance(value, type):
         yield from (("", base) for base in value.__bases__)
-    elif isinstance(value, MethodType | staticmethod | classmethod):
-        yield "", value.__func__
-    elif isinstance(value, property | partial):
-        yield "", value.fget if isinstance(value, property) else value.func
+    elif isinstance(value, MethodType | staticmethod | classmethod | BuiltinMethodType):
+        yield "", getattr(value, "__func__", None)
+        yield "", getattr(value, "__self__", None)
+    elif isinstance(value, property):
+        yield "", value.fget
+    elif isinstance(value, partial):
+        yield "", value.func
+        yield "partial.args", value.args
+        yield "partial.keywords", value.keywords
     elif _is_of_users(value):
         yield "", type(value)
 
@@ -179,6 +190,12 @@ def _behind(value: Any) -> Iterator[tuple[str, Any]]:
 def _variables(file: str | None, values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     if file is not None and _is_user_code(file):
         yield f"{Path(file).name}:", values
+
+
+def _defaults(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    if _is_user_code(function.__code__.co_filename):
+        yield f"{_own_name(function)}.__defaults__", function.__defaults__
+        yield f"{_own_name(function)}.__kwdefaults__", function.__kwdefaults__
 
 
 def _own_name(value: Any) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import logging
-import random
 import re
 import sys
 import traceback
@@ -22,7 +21,6 @@ from types import CodeType, FrameType
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -31,10 +29,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from pipectl.capture.checks import is_caught, mark_condition, passing_answer
+from pipectl.capture.draws import refused_draws
 from pipectl.capture.factories import is_torch_code
 from pipectl.capture.model_with_loss import ModelWithLoss
 from pipectl.capture.operators import FunctionCall
-from pipectl.capture.randomness import LIBRARY_GENERATORS, generator_places, states_of
 from pipectl.capture.refusals import (
     Refusal,
     place_at,
@@ -71,20 +69,22 @@ _ABSENT = object()
 
 
 @contextmanager
-def patched_export(wrapper: nn.Module, recorder: Recorder, *, unrolls: bool) -> Iterator[None]:
+def patched_export(
+    wrapper: nn.Module, recorder: Recorder, *, unrolls: bool, locates_draws: bool = False
+) -> Iterator[None]:
     """Apply all patches for an export.
 
     Args:
         recorder: gets the autograd functions that model and loss use.
         unrolls: whether loops may be of any length.
+        locates_draws: see :func:`refused_draws`.
 
     Raises:
         RefusedError: from the export, if the model does what no graph can hold.
     """
     with ExitStack() as stack:
         stack.enter_context(quiet())
-        stack.enter_context(_refused_draws())
-        stack.enter_context(_refused_generators(wrapper))
+        stack.enter_context(refused_draws(wrapper, locates=locates_draws))
         stack.enter_context(_left_out_checks())
         stack.enter_context(_masks_taken_as_given())
         stack.enter_context(_WatchedCalls(unrolls=unrolls))
@@ -130,63 +130,6 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
-
-
-@contextmanager
-def _refused_draws() -> Iterator[None]:
-    """Refuse draws by functions of ``random`` and ``numpy.random``: a graph would freeze the
-    numbers.
-
-    Raises:
-        RefusedError: from the export; or at its end, if only the states of the generators show a
-            draw, by a function that was imported by its name.
-    """
-    known = states_of(LIBRARY_GENERATORS)
-
-    def check() -> None:
-        if states_of(LIBRARY_GENERATORS) != known:
-            _refuse_draw()
-
-    def refuse_all_but_torch(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal known
-            if not is_torch_code(sys._getframe(1).f_code.co_filename):
-                _refuse_draw()
-            check()
-            result = function(*args, **kwargs)
-            known = states_of(LIBRARY_GENERATORS)
-            return result
-
-        return call
-
-    with ExitStack() as stack:
-        for module in (random, np.random):
-            for name, function in list(vars(module).items()):
-                if callable(function) and getattr(function, "__self__", None) in LIBRARY_GENERATORS:
-                    patched = refuse_all_but_torch(function)
-                    stack.enter_context(mock.patch.object(module, name, patched))
-        yield
-        check()
-
-
-@contextmanager
-def _refused_generators(wrapper: nn.Module) -> Iterator[None]:
-    """Refuse draws from the system's generator and from the model's own generators."""
-    with ExitStack() as stack:
-        for name in ("random", "getrandbits"):  # of those made in the forward, too
-            stack.enter_context(mock.patch.object(random.SystemRandom, name, _refuse_draw))
-        for own, name in generator_places(wrapper):
-            if not isinstance(own[name], torch.Generator):  # their use is seen as an argument
-                stack.enter_context(mock.patch.dict(own, {name: _RefusingGenerator()}))
-        yield
-
-
-def _refuse_draw(*_: Any) -> Any:
-    raise Refusal.DRAW.error()
-
-
-class _RefusingGenerator:
-    __getattr__ = _refuse_draw
 
 
 @contextmanager

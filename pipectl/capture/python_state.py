@@ -12,13 +12,14 @@ every step assigns the same (such as a table that is computed when it is first n
 from __future__ import annotations
 
 import itertools
+import random
 import re
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from functools import cache, partial
-from types import FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import BuiltinMethodType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +28,13 @@ from torch import Tensor, fx, nn
 
 from pipectl.capture.model_with_loss import own_name, own_path
 from pipectl.capture.outer_state import CachedFunction, Holder, clear_traced, outer_holders
-from pipectl.capture.randomness import SHARED_GENERATORS, comparable, generator_state, set_state
+from pipectl.capture.randomness import (
+    GENERATORS,
+    SHARED_GENERATORS,
+    comparable,
+    generator_state,
+    set_state,
+)
 from pipectl.capture.refusals import Refusal
 from pipectl.capture.tensors import tensors_in
 from pipectl.torch_api import get_proxy_mode, get_proxy_slot, make_subclass, pytree, version_of
@@ -125,9 +132,11 @@ def _content(value: Any) -> Any:
 def preserve_state(model: nn.Module, tensors: Iterable[Tensor]) -> Iterator[None]:
     """Restore the tensors, the Python state of the modules, and the generators afterwards."""
     own = [item.value for item in _items(model)]
-    values = [*SHARED_GENERATORS, *own, *filter(_is_restorable, tensors)]
+    holders = outer_holders(model)
+    generators = [each.value for each in holders if isinstance(each.value, GENERATORS)]
+    values = [*SHARED_GENERATORS, *own, *generators, *filter(_is_restorable, tensors)]
     restores = [_restore_of(value) for value in values]
-    outer = _entries(outer_holders(model))
+    outer = _entries(holders)
     try:
         yield
     finally:
@@ -189,6 +198,19 @@ def _restore_outer(model: nn.Module, before: Mapping[str, Entry]) -> None:
                 old.value[...] = old.content
 
 
+def own_generators(root: nn.Module) -> list[Any]:
+    """Return the generators that modules and their code can reach, but for torch's shared one and
+    those of ``random`` and ``numpy.random``.
+
+    ``random.SystemRandom`` has neither a seed nor a state and is left out.
+    """
+    every = [each.value for each in (*_items(root), *outer_holders(root))]
+    found = {id(each): each for each in every if isinstance(each, GENERATORS)}
+    for shared in SHARED_GENERATORS:
+        found.pop(id(shared), None)
+    return [each for each in found.values() if not isinstance(each, random.SystemRandom)]
+
+
 def _items(model: nn.Module) -> Iterator[Holder]:
     """Yield everything in a model that may change, once: containers, generators, arrays, and the
     attributes of objects.
@@ -213,7 +235,7 @@ def _items(model: nn.Module) -> Iterator[Holder]:
                 for i, v in enumerate(value)
                 if not isinstance(v, _PLAIN)
             ]
-        elif isinstance(value, MethodType):
+        elif isinstance(value, MethodType | BuiltinMethodType):
             waiting.append(Holder(value.__self__, path, None))
         elif isinstance(value, np.ndarray) or generator_state(value) is not None:
             yield item

@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import hashlib
 import random
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipectl.capture.regions import accelerator, accelerator_in_use
 from pipectl.capture.tensors import is_deferred, octets_of
-from pipectl.faults import is_user_code
 from pipectl.torch_api import pytree
 
 _MASK = (1 << 64) - 1
-_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 _LIBRARIES: tuple[Any, ...] = (random.getstate, np.random.get_state)
 LIBRARY_GENERATORS = tuple(function.__self__ for function in _LIBRARIES)
 """What the functions of ``random`` and ``numpy.random`` draw from."""
@@ -130,29 +129,13 @@ def comparable(value: Any, *, tensors: bool = True) -> str:
     return repr(pytree.tree_map(text, value))
 
 
-def generator_places(root: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    """Return the dictionaries and keys of generators: in modules, and in the files of users'
-    classes.
+@contextmanager
+def reseeded(generators: Sequence[Any]) -> Iterator[None]:
+    """Seed a model's own generators from Python's shared one, which has just been seeded.
+
+    Afterwards they are as before: what else draws from them, such as a dataset, sees nothing of it.
     """
-    spaces = [vars(module) for module in root.modules()]
-    for kind in {type(module): None for module in root.modules()}:
-        code = sys.modules.get(kind.__module__)
-        if is_user_code(getattr(code, "__file__", None) or "<"):
-            spaces.append(vars(code))
-    return [(own, name) for own in spaces for name in own if isinstance(own[name], _GENERATORS)]
-
-
-def own_generators(root: nn.Module) -> list[Any]:
-    """Return the generators in attributes of modules and among the globals of their code.
-
-    ``random.SystemRandom`` has neither a seed nor a state and is left out.
-    """
-    generators = {id(own[name]): own[name] for own, name in generator_places(root)}
-    return [each for each in generators.values() if not isinstance(each, random.SystemRandom)]
-
-
-def reseed(generators: Sequence[Any]) -> None:
-    """Seed a model's own generators from Python's shared one, which has just been seeded."""
+    states = [generator_state(each) for each in generators]
     for generator in generators:
         seed = random.getrandbits(32)
         if isinstance(generator, torch.Generator):
@@ -162,3 +145,8 @@ def reseed(generators: Sequence[Any]) -> None:
             generator.bit_generator.state = fresh(seed).state
         else:
             generator.seed(seed)
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            set_state(generator, state)

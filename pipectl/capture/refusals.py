@@ -104,6 +104,10 @@ class Refusal(Enum):
         _CAPTURED + "it draws from a generator that is not torch's own, which a graph would freeze",
         f"draw with torch.rand, or {AS_IT_IS}",
     )
+    SEED = (
+        _CAPTURED + "it seeds torch's generator or sets its state, which a graph would leave out",
+        f"draw such numbers once, into a buffer, where the model is built; or {AS_IT_IS}",
+    )
     PACKING = (
         _CAPTURED + "it packs sequences, so that sizes follow from their lengths",
         "compute on padded sequences, with a mask; or put packing, recurrent layer and unpacking "
@@ -445,9 +449,7 @@ def refuse_backward_hooks(model: nn.Module, kept: Iterable[nn.Module] = ()) -> N
     """
     free = {inner for module in kept for inner in module.modules()}
     for name, module in model.named_modules():
-        if module in free:
-            continue
-        if has_backward_hooks(module):
+        if module not in free and has_backward_hooks(module):
             raise Refusal.GRADIENT_HOOK.error(
                 "",
                 subject=f"{own_path(name) or 'the model'} has a backward hook",
@@ -541,7 +543,6 @@ def misfit(error: Exception, inputs: Any, targets: Any, spec: JobSpec) -> Captur
         if trace.tb_frame.f_code is ModelWithLoss.forward.__code__:
             frame_locals = trace.tb_frame.f_locals
         trace = trace.tb_next
-    inner = user_line(error.__traceback__)
     if "outputs" in frame_locals:
         name = f"loss.factory: {spec.loss.factory}"
         call = f"outputs {_describe(frame_locals['outputs'])} and targets {_describe(targets)}"
@@ -567,7 +568,7 @@ def misfit(error: Exception, inputs: Any, targets: Any, spec: JobSpec) -> Captur
             )
     if (known := known_hint(error)) is not None:
         hint = known
-    elif inner:
+    elif user_line(error.__traceback__):
         hint = f"correct this line: PyTorch without pipectl fails there, too; or {hint}"
     return CaptureError(
         f"{name}: raised {type(error).__name__}: {first_line(error)}{place_of(error)}; "

@@ -36,7 +36,7 @@ def make_spec(spec_maker: Callable[[Path], Callable[..., JobSpec]]) -> Callable[
 
 
 MODULES = """\
-import contextlib, ctypes, functools, itertools, random, types
+import contextlib, ctypes, functools, itertools, os, random, tempfile, types
 from collections import deque
 from random import random as draw
 import numpy as np
@@ -47,6 +47,9 @@ GENERATOR = np.random.default_rng(0)
 STEPS, MEAN, LAST, WIDTH, TABLE = 0, torch.zeros(6), None, 0, None
 COUNTS, STATE = {"a": 0}, types.SimpleNamespace(calls=0)
 QUEUE, ARRAY, NUMBERS = deque(maxlen=4), np.zeros(1), itertools.count(1)
+
+def noise(generator=np.random.default_rng(0)):
+    return generator.random()
 
 class Meter:
     calls = 0

@@ -14,7 +14,7 @@ from torch import Tensor
 from pipectl.capture import CapturedGraph, CapturedJob
 from pipectl.capture.opaque import Opaque
 from pipectl.capture.python_state import changed_state, state_values
-from pipectl.capture.randomness import seed_libraries
+from pipectl.capture.randomness import seed_libraries, states_of
 from pipectl.capture.tensors import is_deferred
 from pipectl.errors import CaptureError, FaultError
 from tests.corpus.trial import Trial
@@ -187,18 +187,78 @@ def test_parameters_stay_and_buffers_keep_their_kind(
     assert caught.value.message.startswith(f"model: {message}")
 
 
-def test_draws_by_a_function_that_has_another_name_are_refused(make_job, write_modules) -> None:
-    path = write_modules({"ByName": "x = x * (2 if draw() < 0.5 else 3)"})
-    with pytest.raises(CaptureError, match="generator that is not torch's own"):
-        make_job(f"{path}:WholeByName").training_graph(4)
+ELSEWHERE = """
+import numpy as np
+GENERATOR = np.random.default_rng(0)
+def drawn():
+    return GENERATOR.random()
+"""
+NOISY_LOSS = """
+def noisy(outputs, targets):
+    return nn.functional.cross_entropy(outputs, targets) * GENERATOR.random()
+"""
 
 
-def test_a_block_with_generators_of_its_own_draws_by_seed_alone(make_job, write_modules) -> None:
-    code = "x = x + x * float(self.kept.rand() + GENERATOR.random())"
-    path = write_modules({"Noise": ("np.random.RandomState(0)", code)})
-    job = make_job(f"{path}:layers")
+@pytest.mark.parametrize(
+    ("code", "line"),
+    [
+        ("x = x * (2 if draw() < 0.5 else 3)", "x = x * (2 if draw()"),
+        ("x = x * noise()", "return generator.random()"),
+        ("x = x * elsewhere.drawn()", "return GENERATOR.random()"),
+    ],
+)
+def test_draws_by_functions_are_refused_where_they_draw(
+    make_job, write_modules, tmp_path, monkeypatch, code: str, line: str
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "elsewhere.py").write_text(ELSEWHERE)
+    path = write_modules({"Drawing": code}, "import elsewhere")
+    with pytest.raises(CaptureError, match="generator that is not torch's own") as caught:
+        make_job(f"{path}:WholeDrawing").training_graph(4)
+    assert line in caught.value.message
+
+
+def test_a_loss_that_draws_from_a_generator_of_its_file_is_kept_whole(
+    make_job, write_modules
+) -> None:
+    path = write_modules({"Plain": "x = x.relu()"}, NOISY_LOSS)
+    graph = make_job(f"{path}:layers", loss=f"{path}:noisy").training_graph(4)
+    assert operators(graph) == ["loss"]
+    assert opaque_of(graph).outline.draws
+
+
+def test_generators_that_an_import_makes_are_no_draws(
+    make_job, write_modules, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "imported_late.py").write_text("import random\nGENERATOR = random.Random()\n")
+    path = write_modules({"Importing": "import imported_late"})
+    assert operators(make_job(f"{path}:layers").training_graph(4)) == []
+
+
+@pytest.mark.parametrize(
+    ("kept", "code"),
+    [
+        ("np.random.RandomState(0)", "x = x * (self.kept.rand() + GENERATOR.random())"),
+        ("[random.Random(0)]", "x = x * self.kept[0].random()"),
+        (
+            "types.SimpleNamespace(rng=torch.Generator())",
+            "x = x * torch.rand(6, generator=self.kept.rng)",
+        ),
+        ("None", "x = x * noise()"),
+        ("None", "x = x * np.random.default_rng().random()"),
+        ("None", "x = x * np.random.RandomState().rand()"),
+        ("None", "x = x * random.Random().random()"),
+        ("None", "with torch.random.fork_rng(devices=[]):\n    x = x * torch.rand(6)"),
+    ],
+)
+def test_a_block_with_generators_of_its_own_draws_by_seed_alone(
+    make_job, write_modules, kept: str, code: str
+) -> None:
+    job = make_job(f"{write_modules({'Noise': (kept, code)})}:layers")
     noise = opaque_of(job.training_graph(4))
     assert noise.outline.draws
+    before = states_of(noise._generators)
 
     def drawn(seed: int) -> Tensor:
         seed_libraries(seed, 0)
@@ -207,6 +267,18 @@ def test_a_block_with_generators_of_its_own_draws_by_seed_alone(make_job, write_
     first, other, again = drawn(1), drawn(2), drawn(1)
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
+    assert states_of(noise._generators) == before
+
+
+def test_a_block_that_seeds_itself_draws_the_same_in_each_call(make_job, write_modules) -> None:
+    code = "torch.manual_seed(0); x = x * torch.rand(6)"
+    job = make_job(f"{write_modules({'Seeding': code})}:layers")
+    seeding = opaque_of(job.training_graph(4))
+    drawn = []
+    for seed in (1, 2):
+        seed_libraries(seed, 0)
+        drawn.append(seeding(4, *job.model[1].parameters(), torch.ones(4, 6)))
+    assert torch.equal(*drawn)
 
 
 def test_a_block_that_draws_may_compute_where_its_capture_saw_it_pass_the_input(
