@@ -19,12 +19,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 import yaml
 
-from pipectl.runs import RunDirectory
+from pipectl.runs import MetricsLine, RunDirectory, read_metrics
 from pipectl.runtime import checkpoint
 from tests.benchmarks import sleeper
 from tests.benchmarks.jobs import pipectl, print_table
@@ -40,25 +39,20 @@ JOB = sleeper.job(
 )
 
 
-def lines_of(run: RunDirectory) -> list[dict[str, Any]]:
-    """All lines of the metrics."""
-    return [json.loads(line) for line in run.metrics.read_text().splitlines()]
-
-
-def steps_of(run: RunDirectory) -> dict[int, dict[str, Any]]:
+def steps_of(run: RunDirectory) -> dict[int, MetricsLine]:
     """Lines of steps."""
-    return {line["step"]: line for line in lines_of(run) if "loss" in line}
+    return {line.step: line for line in read_metrics(run) if line.is_step}
 
 
 def moves_of(run: RunDirectory) -> list[int]:
     """Steps before which work was moved."""
-    return [line["step"] for line in lines_of(run) if "rebalanced" in line]
+    return [line.step for line in read_metrics(run) if line.rebalanced is not None]
 
 
 def seconds(run: RunDirectory, first: int, end: int) -> float:
     """Median time of steps."""
     found = steps_of(run)
-    return statistics.median(found[step]["step_time_s"] for step in range(first, end))
+    return statistics.median(found[step].step_time_s for step in range(first, end))
 
 
 def slow_down(factors: Path, rank: int, factor: float) -> None:
@@ -77,7 +71,7 @@ def train(folder: Path, factors: Path, rank: int, factor: float, *settings: str)
         while process.poll() is None:
             time.sleep(0.01)
             for run in map(RunDirectory, {*folder.glob("runs/2*")} - before):
-                if run.metrics.exists() and len(run.metrics.read_text().splitlines()) >= SLOW_FROM:
+                if len(steps_of(run)) >= SLOW_FROM:
                     slow_down(factors, rank, factor)
     (factors / str(rank)).unlink(missing_ok=True)
     if process.returncode:
@@ -108,7 +102,7 @@ def is_same(run: RunDirectory, other: RunDirectory) -> bool:
     return (
         one.keys() == two.keys()
         and all(torch.equal(one[name], two[name]) for name in one)
-        and all(first[step]["loss"] == second[step]["loss"] for step in range(1, STEPS + 1))
+        and all(first[step].loss == second[step].loss for step in range(1, STEPS + 1))
     )
 
 
@@ -119,7 +113,7 @@ def rows(folder: Path, factors: Path) -> Iterator[tuple[object, ...]]:
         run = train(folder, factors, rank, factor)
         moves, found = moves_of(run), steps_of(run)
         usual = seconds(run, 20, SLOW_FROM)
-        slow_at = next(step for step in found if found[step]["step_time_s"] > 1.2 * usual)
+        slow_at = next(step for step in found if found[step].step_time_s > 1.2 * usual)
         moved = moves[-1] if moves else STEPS
         after = seconds(run, min(moved + 3, STEPS - 9), STEPS)
         fresh = fresh_s(folder, factors, run, rank, factor)
