@@ -20,6 +20,7 @@ from torch.export.graph_signature import InputKind
 
 from pipectl.capture.buckets import field_of
 from pipectl.capture.checks import drop_conditions
+from pipectl.capture.compiling import answered_as_uncompiled
 from pipectl.capture.fallback import KeptModules, recorded_calls
 from pipectl.capture.leaves import (
     TURNS,
@@ -357,13 +358,36 @@ def _program(
     kept: KeptModules,
     free: Any,
     begin: Mapping[str, Entry] = MappingProxyType({}),
-    *,
-    locates_draws: bool = False,
 ) -> tuple[ExportedProgram, Mapping[str, Entry]]:
     """Return the program, and what the next step begins with; see :func:`watch_changes`.
 
+    It is that of plain PyTorch; only if none can be exported, of what the model does for compilers.
+
     Args:
         free: sizes, as torch.export takes them.
+    """
+    given = wrapper, batch, kept, free, begin
+    with answered_as_uncompiled() as asked:
+        try:
+            return _traced(*given)
+        except Exception:
+            if not asked:
+                raise
+    return _traced(*given)
+
+
+def _traced(
+    wrapper: ModelWithLoss,
+    batch: tuple[Any, Any],
+    kept: KeptModules,
+    free: Any,
+    begin: Mapping[str, Entry],
+    *,
+    locates_draws: bool = False,
+) -> tuple[ExportedProgram, Mapping[str, Entry]]:
+    """Return the same, of what the model computes as it is asked now.
+
+    Args:
         locates_draws: see :func:`~pipectl.capture.draws.refused_draws`.
     """
     recorder = Recorder()
@@ -378,7 +402,7 @@ def _program(
     except RefusedError as error:
         if error.refusal is not Refusal.DRAW or error.place or locates_draws:
             raise
-        return _program(wrapper, batch, kept, free, begin, locates_draws=True)
+        return _traced(wrapper, batch, kept, free, begin, locates_draws=True)
     recorder.place_targets(program)
     drop_conditions(program.graph)
     return program, changes

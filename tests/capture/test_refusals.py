@@ -332,6 +332,25 @@ def test_checks_of_values_are_left_out(make_job, write_modules) -> None:
     assert "__bool__" not in vars(Tensor)
 
 
+@pytest.mark.parametrize(
+    ("code", "kinds"),
+    [
+        ("x = x * 2 if torch.compiler.is_compiling() else x.exp()", ["exp"]),
+        ("x = x * 2 if torch.compiler.is_exporting() else x.exp()", ["exp"]),
+        ("x = x * 2 if compiling() else x.exp()", ["exp"]),
+        ("x = x * 2 if torch.compiler.is_compiling() else x if x.sum() > 0 else -x", ["mul"]),
+    ],
+)
+def test_a_model_sees_no_compiler_unless_it_cannot_be_captured_otherwise(
+    make_job, write_modules, code: str, kinds: list[str]
+) -> None:
+    code_of_torch = torch.compiler.is_compiling.__code__
+    path = write_modules({"Asking": code}, "from torch.compiler import is_compiling as compiling")
+    targets = [str(node.target) for node in make_job(f"{path}:layers").training_graph(4).operators]
+    assert [name.split(".")[1] for name in targets[2:-2]] == kinds
+    assert torch.compiler.is_compiling.__code__ is code_of_torch
+
+
 @pytest.mark.parametrize("kind", MODULES["masked"])
 def test_masks_of_transformers_are_captured(make_job, write_modules, kind: str) -> None:
     job = make_job(f"{write_modules({kind: MODULES['masked'][kind]})}:layers")
