@@ -37,7 +37,11 @@ from torch.fx.experimental.proxy_tensor import (
     get_proxy_slot,
     track_tensor_tree,
 )
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import (
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    free_unbacked_symbols,
+)
 from torch.fx.proxy import TracerBase
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import transformer
@@ -56,8 +60,10 @@ __all__ = [
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "GuardOnDataDependentSymNode",
     "HigherOrderOperator",
     "OpOverload",
+    "ShapeEnv",
     "StorageWeakRef",
     "TorchDispatchMode",
     "detect_fake_mode",

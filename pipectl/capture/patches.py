@@ -85,7 +85,7 @@ def patched_export(
     with ExitStack() as stack:
         stack.enter_context(quiet())
         stack.enter_context(refused_draws(wrapper, locates=locates_draws))
-        stack.enter_context(_left_out_checks())
+        stack.enter_context(left_out_checks())
         stack.enter_context(_masks_taken_as_given())
         stack.enter_context(_WatchedCalls(unrolls=unrolls))
         stack.enter_context(_marked_regions())
@@ -133,17 +133,20 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _left_out_checks() -> Iterator[None]:
+def left_out_checks(*, traced: bool = True) -> Iterator[None]:
     """Let ``if`` and ``assert`` on values continue if the other side only raises.
 
-    ``torch.export`` refuses all branches on values.
+    ``torch.export`` refuses all branches on values, and tensors without values have no answer.
+
+    Args:
+        traced: whether only during a trace.
     """
 
     def passing(ask: Callable[[Any], bool]) -> Callable[[Any], bool]:
         def boolean(value: Any) -> bool:
             # Questions of sizes, which have an answer now, stay torch's.
             from_values = isinstance(value, Tensor) or free_unbacked_symbols(value)
-            if get_proxy_mode() is not None and from_values:
+            if from_values and not (traced and get_proxy_mode() is None):
                 answer = passing_answer(sys._getframe(1))
                 if answer is not None:
                     mark_condition(value)

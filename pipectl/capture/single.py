@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -19,11 +20,23 @@ import numpy as np
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipectl.capture.patches import quiet
+from pipectl.capture.patches import left_out_checks, quiet
 from pipectl.capture.python_state import preserve_state
 from pipectl.capture.refusals import Refusal, first_line, place_of, running_line
-from pipectl.torch_api import FakeTensorMode, pytree
+from pipectl.torch_api import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    pytree,
+)
 
+_NEED_VALUES = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    GuardOnDataDependentSymNode,
+)
 _PLAIN = (bool, int, float, str)
 _SHAPING = {
     "__get__", "__len__", "broadcast_to", "clone", "contiguous", "detach", "dim", "expand",
@@ -65,6 +78,8 @@ def refuse_other_branch(wrapper: nn.Module, example: Callable[[int], tuple[Any, 
         return
     try:
         one = _calls(wrapper, example(1))
+    except _NEED_VALUES:
+        return
     except Exception as error:
         why = f"{type(error).__name__}: {first_line(error)}"
         raise Refusal.ONE_SAMPLE.error(place_of(error), why=why) from error
@@ -79,14 +94,16 @@ def refuse_other_branch(wrapper: nn.Module, example: Callable[[int], tuple[Any, 
 
 def _calls(wrapper: nn.Module, batch: tuple[Any, Any]) -> list[_Call]:
     """Return what a forward calls, without values and without memory for them."""
-    recorder, mode = _Recorder(), FakeTensorMode(allow_non_fake_inputs=True)
+    # Sizes are known; a value that the model reads is a symbol.
+    recorder, mode = _Recorder(), FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    fake = partial(mode.from_tensor, static_shapes=True)
     tensors = (*wrapper.parameters(), *wrapper.buffers())
-    trial = copy.deepcopy(wrapper, {id(each): mode.from_tensor(each) for each in tensors})
-    inputs, targets = pytree.tree_map_only(Tensor, mode.from_tensor, batch)
+    trial = copy.deepcopy(wrapper, {id(each): fake(each) for each in tensors})
+    inputs, targets = pytree.tree_map_only(Tensor, fake, batch)
     with quiet(), preserve_state(trial, ()):
         random.seed(0)
         np.random.seed(0)
-        with mode, recorder:
+        with mode, left_out_checks(traced=False), recorder:
             trial(inputs, targets)
     return recorder.calls
 

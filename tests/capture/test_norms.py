@@ -56,10 +56,23 @@ def test_a_graph_takes_the_micro_batches_that_torch_takes(
     refuse_single_values(graph, 1, names=["linear", graph.loss])  # another stage has the norm
 
 
+CHECKED = """
+def checked(x):
+    assert not x.isnan().any()
+    if x.isinf().any() or x.abs().max().item() > 1e9:
+        raise ValueError("too large")
+    return x
+
+def argument(x):
+    return torch.distributions.Normal(x, 1.0, validate_args=True).log_prob(x)
+"""
 ONE_SAMPLE = {
     "another number": ("x = x * 2 if x.shape[0] > 1 else x * 3", 2),
     "another function": ("x = x.relu() if x.shape[0] != 1 else x.tanh()", 2),
     "one that torch refuses": ("x = torch.cat([x.squeeze(), x], 1)[:, 6:]", 2),
+    "another number after checks of values": ("x = checked(x) * 2 if x.shape[0] > 1 else x * 3", 2),
+    "after checks of arguments": ("x = argument(x) if x.shape[0] > 1 else x.tanh()", 2),
+    "checks of values alone": ("x = argument(checked(x)) * 2", 1),
     "another shape": (
         "x = x + (x[:1] if x.shape[0] == 1 else x[:1].expand(x.shape[0], 6)).detach()",
         1,
@@ -82,7 +95,7 @@ def test_a_graph_takes_one_sample_if_the_model_computes_the_same(
     make_job: Callable[..., CapturedJob], write_modules: Any, place_of: Any, name: str
 ) -> None:
     code, least = ONE_SAMPLE[name]
-    path: Path = write_modules({"One": code})
+    path: Path = write_modules({"One": code}, CHECKED)
     job = make_job(f"{path}:WholeOne", training={"steps": 1, "batch_size": 4})
     assert job.smallest(4)[0] == least
     for graph_of in (job.training_graph, job.evaluation_graph) if least > 1 else ():
