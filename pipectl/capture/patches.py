@@ -211,6 +211,8 @@ class _WatchedCalls(TorchFunctionMode):
         if name == "__get__" and func == _GET_DATA and not _is_torch_calling():
             self._data.append(args[0].detach())
             return self._data[-1]
+        if name == "__get__" and func == _GET_NODE and not _is_torch_calling():
+            return _hookless(func(*args))
         if args and _WRITES(name) and any(args[0] is known for known in self._data):
             raise Refusal.DATA_WRITTEN.error()
         return func(*args, **kwargs)
@@ -247,10 +249,36 @@ _WRITES = re.compile(
 """Names of the functions of torch that write the tensor they are called with."""
 _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 _GET_DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
+_GET_NODE: Any = Tensor.grad_fn.__get__  # type: ignore[union-attr]
 _SET_TRAINED: tuple[Any, ...] = (
     Tensor.requires_grad_,
     Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
 )
+
+
+def _refuse_hook(*_: Any) -> None:
+    subject, why = "puts a hook on a gradient", "which no graph can hold"
+    raise Refusal.GRADIENT_HOOK.error(subject=subject, why=why)
+
+
+class _HooklessNode:
+    """A node of autograd's graph (``grad_fn``), as the model sees it: it takes no hooks."""
+
+    register_hook = register_prehook = _refuse_hook
+
+    def __init__(self, node: Any) -> None:
+        self._node = node
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._node, name)
+
+    @property
+    def next_functions(self) -> tuple[tuple[Any, int], ...]:
+        return tuple((_hookless(node), place) for node, place in self._node.next_functions)
+
+
+def _hookless(node: Any) -> Any:
+    return None if node is None else _HooklessNode(node)
 
 
 def _refuse_call(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -386,16 +414,12 @@ def _recorded_functions(recorder: Recorder) -> Iterator[None]:
             FunctionCall(function), args, kwargs, partial(bound, *args, **kwargs)
         )
 
-    def refuse_hook(*_: Any) -> None:
-        subject, why = "puts a hook on a gradient", "which no graph can hold"
-        raise Refusal.GRADIENT_HOOK.error(subject=subject, why=why)
-
     def refuse_backward(*_: Any, **__: Any) -> None:
         raise Refusal.GRADIENTS.error()
 
     with (
         mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)),
-        mock.patch.object(Tensor, "register_hook", refuse_hook),
+        mock.patch.object(Tensor, "register_hook", _refuse_hook),
         refused_gradients(refuse_backward),
     ):
         yield
