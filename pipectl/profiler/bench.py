@@ -43,7 +43,7 @@ from pipectl.lanes import TransferKind
 from pipectl.planner.costs.footprint import Footprints
 from pipectl.profiler.effort import Rounds
 from pipectl.profiler.fit import CACHE_SHARES, Sample, StageTimes
-from pipectl.profiler.machine import Clock, clock_of, loading_clock
+from pipectl.profiler.machine import Clock, clock_for, clock_of, loading_clock
 from pipectl.runtime.casts import SharedCast
 from pipectl.runtime.device import Device
 from pipectl.runtime.layout import Tensors
@@ -231,13 +231,16 @@ class Bench:
     Args:
         stage_of: stage of every operator of the training graph.
         splits: whether to split backwards.
+
+    Attributes:
+        clock: for all times; see :func:`fit_clocks`.
     """
 
     def __init__(
         self, subject: Subject, stage_of: Mapping[str, int], *, splits: bool = False
     ) -> None:
         self.cut = Cut(subject.graph, stage_of, training=True)
-        self._clock = clock_of(subject.device)
+        self.clock = clock_of(subject.device)
         span = Span.of(subject.size, subject.length)
         self._micro_batch, self._key = MicroBatch(0, span, _SEED), (True, span)
         states, device, precision = subject.states, subject.device, subject.precision
@@ -268,13 +271,13 @@ class Bench:
     def run(self, index: int) -> StageTimes:
         """Run one forward and one backward of a stage, and time each."""
         batch = self._batch(index)
-        start = self._clock()
+        start = self.clock()
         self._forward(index, batch)
-        forward = self._clock()
+        forward = self.clock()
         self._backward(index)
-        backward = self._clock()
+        backward = self.clock()
         self._finish_backward(index)
-        return StageTimes(forward - start, backward - forward, self._clock() - backward)
+        return StageTimes(forward - start, backward - forward, self.clock() - backward)
 
     def run_marked(self, index: int, cost: Cost) -> Pairs:
         """Run a stage with marks; return the seconds of each operator.
@@ -286,14 +289,14 @@ class Bench:
         plain = bound.code
         if index not in self._marked:
             operators = self.cut.graph.position
-            self._marked[index] = MarkedCode(plain, operators, self._clock, cost)
+            self._marked[index] = MarkedCode(plain, operators, self.clock, cost)
         marked = self._marked[index]
         bound.code = plain.after(Pass.MARK, marked)
         self._forward(index, self._batch(index))
         bound.code = plain
         marked.watch_backward()
         self._backward(index)
-        return marked.spent(self._clock())
+        return marked.spent(self.clock())
 
     def run_all(self) -> list[StageTimes]:
         """Return the times of every stage; a run before fills the caches."""
@@ -385,6 +388,18 @@ def _stages(graph: CapturedGraph, borders: Container[int]) -> dict[str, int]:
     return stage_of
 
 
+def fit_clocks(device: Device, benches: Iterable[Bench]) -> None:
+    """Give all the clock that fits the first one, see :func:`clock_for`.
+
+    Args:
+        benches: of one subject.
+    """
+    first, *others = benches
+    clock = clock_for(device, first.run_all)
+    for bench in (first, *others):
+        bench.clock = clock
+
+
 @dataclass(frozen=True)
 class MeasuredTimes:
     """Times of every operator at one micro-batch size.
@@ -414,14 +429,15 @@ def time_operators(
         working_set: approximate number of bytes that every operator uses.
         cache_bytes: as in :func:`fit_stages`.
     """
-    graph, clock = subject.graph, clock_of(subject.device)
+    graph = subject.graph
     cuts = [single_stage(graph)]
     if cache_bytes is not None:
         cuts.append(windows(graph, working_set, CACHE_SHARES[0] * cache_bytes))
     benches = [Bench(subject, cut) for cut in cuts]
     spent: list[list[Pairs]] = [[] for _ in benches]
     loading_s: list[float] = []
-    cost = cost_of_measuring(clock)
+    fit_clocks(subject.device, benches)
+    cost = cost_of_measuring(benches[0].clock)
 
     def load() -> bool:
         """Return whether there was a micro-batch; the training reports samples that fail."""
@@ -491,6 +507,7 @@ def time_stages(
     cuts += [random_stages(graph, seed) for seed in range(count)]
     benches += [Bench(subject, cut) for cut in cuts[1:]]
     halved = [Bench(subject, cut, splits=True) for cut in cuts[:_SPLIT_CUTS]]
+    fit_clocks(subject.device, (*benches, *halved))
     runs = [[bench.run_all() for bench in (*benches, *halved)] for _ in _repeat(rounds, advance)]
     medians = []
     for of_bench in zip(*runs, strict=True):

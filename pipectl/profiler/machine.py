@@ -26,6 +26,9 @@ _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _THREAD = Path("/proc/thread-self/schedstat")
 """Nanoseconds on a core, and ready to run without one."""
 _ASSUMED_BYTES = 32 << 20
+_LOOKS, _MORE, _NEGLIGIBLE_S = 3, 0.2, 2e-4
+"""At every look, a run that does not only compute in its thread takes this share longer than the
+thread computes, and more than this time."""
 _MARK = "pipectl: end of phase"
 
 
@@ -70,6 +73,24 @@ def clock_of(device: Device) -> Clock:
         return time.perf_counter()
 
     return clock
+
+
+def clock_for(device: Device, run: Callable[[], object]) -> Clock:
+    """Return the clock of a device for what is run on it.
+
+    If it is the processor time of this thread and ``run`` takes clearly longer, operators wait for
+    something, or compute in threads of their own: then it is :func:`loading_clock`.
+    """
+    clock = clock_of(device)
+    if clock is not time.thread_time:
+        return clock
+    for _ in range(_LOOKS):
+        begin_s, before_s = loading_clock(), time.thread_time()
+        run()
+        own_s = time.thread_time() - before_s
+        if loading_clock() - begin_s - own_s < max(_MORE * own_s, _NEGLIGIBLE_S):
+            return clock
+    return loading_clock
 
 
 def loading_clock() -> float:

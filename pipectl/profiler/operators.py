@@ -29,7 +29,7 @@ from pipectl.capture.tensors import fill_sample, is_deferred, storage_of, storag
 from pipectl.profile_parts import Operator, OperatorMemory
 from pipectl.profiler.bench import Subject
 from pipectl.profiler.journal import Journal
-from pipectl.profiler.machine import clock_of, record_allocated
+from pipectl.profiler.machine import clock_for, record_allocated
 from pipectl.runtime.casts import use_cast
 from pipectl.runtime.device import Device, release_freed_memory
 from pipectl.runtime.saved_tensors import hides_values, nodes_behind
@@ -232,7 +232,7 @@ def time_alone(call: Call, device: Device, budget_s: float) -> tuple[float, floa
 
     Runs are repeated until the figures are steady or the budget is used.
     """
-    clock = clock_of(device)
+    clock = clock_for(device, lambda: call.run(lambda: None))
     looks: list[float] = []
     times: list[tuple[float, float]] = []
     spent_s = 0.0

@@ -175,3 +175,30 @@ class SlowVectors(Vectors):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         time.sleep(0.02)
         return super().__getitem__(index)
+
+
+WAITS_S = 0.004
+
+
+@torch.library.custom_op("tests_profiler::wait", mutates_args=())
+def wait(x: Tensor) -> Tensor:
+    """A copy; the calling thread waits meanwhile, as for the threads of a library."""
+    time.sleep(WAITS_S)
+    return x.clone()
+
+
+@wait.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+wait.register_autograd(lambda ctx, gradient: wait(gradient))
+
+
+class Waits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(wait(self.first(x)))

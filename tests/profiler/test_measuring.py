@@ -25,14 +25,16 @@ from pipectl.profiler.bench import (
     MarkedCode,
     Subject,
     cost_of_measuring,
+    fit_clocks,
     random_stages,
     single_stage,
     windows,
 )
-from pipectl.profiler.machine import last_level_bytes, loading_clock
+from pipectl.profiler.machine import clock_for, last_level_bytes, loading_clock
 from pipectl.profiler.neighbours import Neighbours, has_room, neighbour_count
 from pipectl.runtime.device import CpuDevice
 from pipectl.spec import dump
+from tests.profiler import models
 
 
 def ticking() -> Any:
@@ -222,3 +224,18 @@ def test_partitions_for_measuring_part_no_group_and_leave_no_gradients(spec_of: 
     assert all(parameter.grad is not None for parameter in job.wrapper.parameters())
     bench.forget()
     assert all(parameter.grad is None for parameter in job.wrapper.parameters())
+
+
+def test_operators_that_wait_or_have_threads_of_their_own_take_that_time(spec_of: Any) -> None:
+    """On a CPU with one thread, the processor time of the calling thread would leave it out."""
+    torch.set_num_threads(1)
+    device = CpuDevice()
+    subject = Subject.of(CapturedJob(spec_of("Waits")), 4, device)
+    bench = Bench(subject, single_stage(subject.graph))
+    fit_clocks(device, [bench])
+    forward_s, backward_s, _ = bench.run(0)
+    assert min(forward_s, backward_s) >= models.WAITS_S
+    (name,) = (name for name in subject.graph.position if "wait" in name)
+    assert min(bench.run_marked(0, Cost(0.0, 0.0))[name]) >= models.WAITS_S
+    x = torch.randn(256, 256)
+    assert clock_for(device, lambda: [x @ x for _ in range(9)]) is time.thread_time
