@@ -190,13 +190,15 @@ class Trainer:
 
     def _open_data(self) -> None:
         loader, done, board = self._setup.job.loader, self._steps_done, self._setup.board
-        if done and loader.samples is None:
+        reads_again = done > 0 and loader.samples is None
+        if reads_again:
             # A phase of its own, so that no rank counts as lost: it may take very long.
             board.phase("reading the samples of earlier steps")
             if self._rank == 0:
                 say(f"iterable data are read again up to step {done}")
         self._steps.begin(loader, self._spec.training.steps, done)
-        board.phase(TRAINS)
+        if reads_again:
+            board.phase(TRAINS)
 
     def _save_for_move(self, step: int) -> bool:
         """Save the state after a step, from which another plan goes on. If that fails, the present
