@@ -11,6 +11,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -153,6 +154,11 @@ def has_backward_hooks(module: nn.Module) -> bool:
 
 CALL_OF_A_MODULE = nn.Module._call_impl.__name__
 """The function whose ``self`` is the module that is called."""
+FILES_THAT_CALL = tuple(
+    str(Path(torch.__file__).parent / name)
+    for name in ("random.py", "_compile.py", "_dynamo/eval_frame.py")
+)
+"""Files of torch whose functions draw, seed or run code for whoever calls them."""
 PACK_SEQUENCE = torch._VF._pack_padded_sequence.__name__
 """The function of torch behind ``pack_padded_sequence``."""
 

@@ -48,28 +48,29 @@ def answered_as_uncompiled() -> Iterator[list[bool]]:
 _asking: dict[str, tuple[FunctionType, list[bool]]] = {}
 
 
-def _answer(name: str) -> bool:
+def answer(name: str) -> bool:
+    """Answer as torch's function of a name, but that the user's code is not compiled."""
     real, changed = _asking[name]
     frame = sys._getframe(2)
     while frame.f_code.co_name in _NAMES and frame.f_back is not None:  # older names of it
         frame = frame.f_back
-    answer = bool(real())
-    if answer and is_user_code(frame.f_code.co_filename):
-        changed.append(answer)
+    is_true = bool(real())
+    if is_true and is_user_code(frame.f_code.co_filename):
+        changed.append(True)
         return False
-    return answer
+    return is_true
 
 
 def _is_compiling() -> bool:
     import sys
 
-    return bool(sys.modules["pipectl.capture.compiling"]._answer("is_compiling"))
+    return bool(sys.modules["pipectl.capture.compiling"].answer("is_compiling"))
 
 
 def _is_exporting() -> bool:
     import sys
 
-    return bool(sys.modules["pipectl.capture.compiling"]._answer("is_exporting"))
+    return bool(sys.modules["pipectl.capture.compiling"].answer("is_exporting"))
 
 
 _CODES = {"is_compiling": _is_compiling.__code__, "is_exporting": _is_exporting.__code__}

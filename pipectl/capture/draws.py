@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import count
-from pathlib import Path
 from types import FrameType
 from typing import Any
 from unittest import mock
@@ -33,7 +32,7 @@ from pipectl.capture.python_state import own_generators
 from pipectl.capture.randomness import LIBRARY_GENERATORS, reseeded, states_of
 from pipectl.capture.refusals import Refusal, place_at, running_line
 from pipectl.faults import is_user_code
-from pipectl.torch_api import CALL_OF_A_MODULE
+from pipectl.torch_api import CALL_OF_A_MODULE, FILES_THAT_CALL
 
 _PYTHON = sysconfig.get_path("stdlib")
 _PACKAGES = ("site-packages", "dist-packages")
@@ -46,8 +45,7 @@ _BETWEEN = (
     random.__file__,
     contextlib.__file__,
     mock.__file__,
-    *(str(Path(torch.__file__).parent / name) for name in ("random.py", "_compile.py")),
-    str(Path(torch.__file__).parent / "_dynamo" / "eval_frame.py"),
+    *FILES_THAT_CALL,
 )
 """Files of functions that draw or seed for whoever calls them."""
 

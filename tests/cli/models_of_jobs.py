@@ -80,7 +80,7 @@ class Deceiving(nn.Module):
 
     def forward(self, x):
         x = self.first(x)
-        return self.second(x * 1.5 if torch.compiler.is_exporting() else x)
+        return self.second(x if type(x) is torch.Tensor else x * 1.5)
 
 
 class Ragged(Dataset):

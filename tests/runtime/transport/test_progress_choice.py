@@ -194,7 +194,10 @@ def test_a_rank_chooses_its_accelerator_before_mpi_begins(monkeypatch) -> None:
     monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
     monkeypatch.setattr(os, "environ", {"MPI_LOCALRANKID": "5", "FI_EFA_FORK_SAFE": "0"})
     for accelerators, workers in ((0, 0), (2, 0), (8, 2)):
-        data, resources = {"workers": workers}, {"gpus_per_node": accelerators}
+        data, resources = (
+            {"workers": workers, "is_of_script": False},
+            {"gpus_per_node": accelerators},
+        )
         spec = SimpleNamespace(data=SimpleNamespace(**data), resources=SimpleNamespace(**resources))
         monkeypatch.setattr(before_mpi, "load", lambda _, spec=spec: spec)
         before_mpi.prepare(["worker", "--run", "run"])
