@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil
-from typing import NamedTuple
 
 import numpy as np
 
@@ -26,8 +25,9 @@ from pipectl.planner.costs.model import ModelCosts
 from pipectl.planner.costs.stage_costs import stage_times
 from pipectl.planner.graph.blocks import BlockGraph, membership
 from pipectl.planner.graph.downsets import Partition
-from pipectl.planner.partition.in_turn import InTurn, steps_in_turn
+from pipectl.planner.partition.in_turn import Turns, steps_in_turn
 from pipectl.planner.partition.layout import Layout
+from pipectl.planner.partition.pipelines import Pipelines
 from pipectl.planner.partition.recurrence import STAGE, WAY, run, step_s, sum_gradients
 from pipectl.planner.request import PlanRequest
 from pipectl.profile import Profile
@@ -40,32 +40,6 @@ CHUNK = 10**7
 """Actions and messages of the recurrence between two returns to Python."""
 MAX_SUMS = 16
 """Maximum number of lists of partitions with cached sums."""
-
-
-class Pipelines(NamedTuple):
-    """Pipelines of equally many stages, as arrays for the kernel.
-
-    Args:
-        stages: shape [pipelines, stages].
-        ways: messages of all partitions; their times depend on the class of the border.
-        hold_s: by class of border; shape [classes, ways].
-        late_s: by class of border.
-        first: start of activations and gradients of partition p, at 2 p and 2 p + 1.
-        cut: partition of every pipeline.
-        class_of: class of the border between two groups; shape [groups, groups].
-        held: shared links that the sums of groups hold; shape [groups, MAX_PARTS].
-        free_at: scratch space for when each of these is free.
-    """
-
-    stages: Records
-    ways: Records
-    hold_s: Floats
-    late_s: Floats
-    first: Integers
-    cut: Integers
-    class_of: Integers
-    held: Records
-    free_at: Floats
 
 
 class Estimator:
@@ -150,9 +124,8 @@ class Estimator:
         forward_s, backward_s = (
             stages[field][:, :, None] * slowness for field in ("forward_s", "backward_s")
         )
-        in_turn = InTurn(
-            pipelines.stages, pipelines.ways, pipelines.hold_s, pipelines.late_s, pipelines.first,
-            cut, pipelines.class_of[np.ix_(singles, singles)], pipelines.held, pipelines.free_at,
+        by_rank = pipelines._replace(class_of=pipelines.class_of[np.ix_(singles, singles)])
+        turns = Turns(
             ranks, replicas.astype(np.int64), forward_s + after_s,
             np.where(backward_s > 0, backward_s + after_s, 0.0),
         )  # fmt: skip
@@ -164,7 +137,7 @@ class Estimator:
         together = self._request.updates_together
         ends = np.zeros(ranks.shape[1:])
         steps_in_turn(
-            in_turn, depths, count, last_share, together, ways, free_at, back, ends, steps_s
+            by_rank, turns, depths, count, last_share, together, ways, free_at, back, ends, steps_s
         )
         for field, time_s in (("forward_s", forward_s), ("backward_s", backward_s)):
             stages[field] = time_s.max(axis=2) / replicas

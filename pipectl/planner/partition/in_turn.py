@@ -17,36 +17,19 @@ from typing import NamedTuple
 
 from pipectl.arrays import Floats, Integers, Records
 from pipectl.compiled import compiled
+from pipectl.planner.partition.pipelines import Pipelines
 from pipectl.planner.partition.recurrence import begin, step_s, sum_gradients
 
 
-class InTurn(NamedTuple):
-    """Pipelines of equally many stages, as arrays for the kernel.
+class Turns(NamedTuple):
+    """The replicas of pipelines.
 
     Args:
-        stages: shape [pipelines, stages].
-        ways: messages of all partitions; their times depend on the class of the two ranks.
-        hold_s: of a full micro-batch, by class; shape [classes, ways].
-        late_s: by class.
-        first: start of activations and gradients of partition p, at 2 p and 2 p + 1.
-        cut: partition of every pipeline.
-        class_of: class of the way from a rank to another; shape [ranks, ranks].
-        held: shared links that the sums of groups hold; shape [groups, MAX_PARTS].
-        free_at: scratch space for when each of these is free.
         ranks: of every replica; shape [pipelines, stages, most replicas].
         replicas: of every stage; shape [pipelines, stages].
         forward_s, backward_s: of a full micro-batch; of the shape of ``ranks``.
     """
 
-    stages: Records
-    ways: Records
-    hold_s: Floats
-    late_s: Floats
-    first: Integers
-    cut: Integers
-    class_of: Integers
-    held: Records
-    free_at: Floats
     ranks: Integers
     replicas: Integers
     forward_s: Floats
@@ -55,7 +38,8 @@ class InTurn(NamedTuple):
 
 @compiled
 def steps_in_turn(
-    pipelines: InTurn,
+    pipelines: Pipelines,
+    turns: Turns,
     warm_ups: Integers,
     micro_batches: int,
     last_share: float,
@@ -94,10 +78,12 @@ def steps_in_turn(
             _clear(back)
             _clear(free_at[0])
             _clear(free_at[1])
-            _run(pipelines, row, micro_batches, last_share, ahead, behind, free_at, back, ends)
+            _run(
+                pipelines, turns, row, micro_batches, last_share, ahead, behind, free_at, back, ends
+            )
             for number in range(len(stages)):
                 stage = stages[number]
-                for replica in range(pipelines.replicas[row, number]):
+                for replica in range(turns.replicas[row, number]):
                     stage.end = max(stage.end, ends[number, replica])
             sum_gradients(stages, pipelines.held, pipelines.free_at)
             steps_s[row, order] = step_s(stages, together)
@@ -121,7 +107,8 @@ def _clear(times_s: Floats) -> None:
 
 @compiled
 def _run(
-    pipelines: InTurn,
+    pipelines: Pipelines,
+    turns: Turns,
     row: int,
     micro_batches: int,
     last_share: float,
@@ -141,17 +128,17 @@ def _run(
             if index < 0 or index > last:
                 continue
             share, slot = last_share if index == last else 1.0, index % ring
-            replica = index % pipelines.replicas[row, number]
+            replica = index % turns.replicas[row, number]
             begun = max(ends[number, replica], back[number, slot])
-            end = begun + pipelines.backward_s[row, number, replica] * share
+            end = begun + turns.backward_s[row, number, replica] * share
             ends[number, replica] = end
             back[number, slot] = 0.0
             place = stage.behind
             while place < len(behind) and behind[place].source == number:
                 target = behind[place].target
                 arrived = _pass(
-                    pipelines, row, offset + len(ahead) + place, number, target, index, share, end,
-                    free_at[1, place],
+                    pipelines, turns, row, offset + len(ahead) + place, number, target, index,
+                    share, end, free_at[1, place],
                 )  # fmt: skip
                 back[target, slot] = max(back[target, slot], arrived)
                 place += 1
@@ -160,16 +147,16 @@ def _run(
         share = last_share if turn == last else 1.0
         for number in range(len(stages)):
             stage = stages[number]
-            replica = turn % pipelines.replicas[row, number]
+            replica = turn % turns.replicas[row, number]
             begun = max(ends[number, replica], stage.arrived)
-            end = begun + pipelines.forward_s[row, number, replica] * share
+            end = begun + turns.forward_s[row, number, replica] * share
             ends[number, replica] = end
             stage.arrived = 0.0
             place = stage.ahead
             while place < len(ahead) and ahead[place].source == number:
                 target = ahead[place].target
                 arrived = _pass(
-                    pipelines, row, offset + place, number, target, turn, share, end,
+                    pipelines, turns, row, offset + place, number, target, turn, share, end,
                     free_at[0, place],
                 )  # fmt: skip
                 stages[target].arrived = max(stages[target].arrived, arrived)
@@ -180,7 +167,8 @@ def _run(
 
 @compiled
 def _pass(
-    pipelines: InTurn,
+    pipelines: Pipelines,
+    turns: Turns,
     row: int,
     number: int,
     source: int,
@@ -191,11 +179,9 @@ def _pass(
     free_at: Floats,
 ) -> float:
     """Send a message that is ready at some time; returns its arrival."""
-    senders, receivers = pipelines.replicas[row, source], pipelines.replicas[row, target]
+    senders, receivers = turns.replicas[row, source], turns.replicas[row, target]
     sender, receiver = micro_batch % senders, micro_batch % receivers
-    kind = pipelines.class_of[
-        pipelines.ranks[row, source, sender], pipelines.ranks[row, target, receiver]
-    ]
+    kind = pipelines.class_of[turns.ranks[row, source, sender], turns.ranks[row, target, receiver]]
     link = sender * receivers + receiver
     free_at[link] = max(free_at[link], ready) + pipelines.hold_s[kind, number] * share
     return float(free_at[link] + pipelines.late_s[kind])
