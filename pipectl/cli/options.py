@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import typer
 
+from pipectl.cluster import MAX_RANKS
 from pipectl.directives import SCHEDULERS, packaged_schedulers
 from pipectl.errors import UsageError
 from pipectl.files import RUNS_VARIABLE
@@ -73,6 +74,26 @@ def read_nodes(text: str) -> int | str:
         raise ValueError(f"{text!r} is not a number of nodes; write for example 4 or 2-8")
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def read_node_counts(texts: Sequence[str] | None) -> tuple[int, ...] | None:
+    """Parse the values of ``--compare``, such as ``1,2,4``; None if there are none.
+
+    Raises:
+        UsageError: a text is not a list of numbers.
+    """
+    if not texts:
+        return None
+    text = ",".join(texts)
+    try:
+        counts = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UsageError(
+            f"--compare: {text!r} is not a list of numbers", hint="write for example 1,2,4"
+        ) from None
+    if not all(0 < number <= MAX_RANKS for number in counts):
+        raise UsageError(f"--compare: {text!r}: each must be from 1 to {MAX_RANKS:,}")
+    return counts
 
 
 read_size = reader(parse_bytes)

@@ -48,4 +48,6 @@ def ask_prospects(inputs: PlanInputs, counts: tuple[int, ...] | None = None) -> 
 
     search = PlanSearch()
     with interruptible(search) as tell:
-        return find_prospects(inputs, counts or inputs.counts, search, tell)
+        found = find_prospects(inputs, counts or inputs.counts, search, tell)
+    found.compared = counts or ()
+    return found

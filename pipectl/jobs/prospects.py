@@ -107,7 +107,8 @@ class ProspectJson(TypedDict):
         requeues: how often a walltime ends before the training does.
         needs_resume: whether that is more often than `checkpoint.max_requeues` allows.
         node_hours: cost of all starts.
-        soonest, cheapest: whether `submit --soonest` and `submit --cheapest` take it.
+        soonest, cheapest: whether `submit --soonest` and `submit --cheapest` take it, with the same
+            `--compare`.
         refused: whether the batch system refuses the job there.
         reason: why it does, or why the start is not known; else null.
     """
@@ -162,6 +163,7 @@ class Prospects:
         rows: by partition or queue, the job's own first, then by number of nodes.
         left_out, infeasible: see :class:`ProspectsJson`.
         cut_short: see :class:`ProspectsJson`.
+        compared: numbers of nodes that were asked for; empty if they are those of the job.
     """
 
     spec: JobSpec
@@ -172,6 +174,7 @@ class Prospects:
     left_out: dict[str, str] = field(default_factory=dict)
     infeasible: dict[int, str] = field(default_factory=dict)
     cut_short: bool = False
+    compared: tuple[int, ...] = ()
 
     @property
     def has_queue(self) -> bool:

@@ -28,6 +28,7 @@ from tests.benchmarks.sleeper import job
 from tests.slurm.conftest import running_lab
 
 TRIALS = 10
+NODES = ("--compare", "1,2,4")
 JOB = job(
     training={"steps": 150, "batch_size": 32},
     pipeline={"micro_batches": 8, "schedule": "1f1b"},
@@ -76,9 +77,9 @@ def rows(trials: int) -> Iterator[tuple[object, ...]]:
         for trial in range(1, trials + 1):
             take_nodes(draw)
             time.sleep(draw.uniform(0, 30))
-            found = pipectl(folder, "plan", "job.yaml", "--when", "--compare", "1,2,4")
+            found = pipectl(folder, "plan", "job.yaml", "--when", *NODES)
             (row,) = (row for row in found["rows"] if row["soonest"])
-            run = Path(pipectl(folder, *submit, "--soonest")["directory"])
+            run = Path(pipectl(folder, *submit, "--soonest", *NODES)["directory"])
             asked = found["asked_at"]
             ended = finished(folder, run.name) - asked
             first = next(line for line in read_metrics(RunDirectory(run)) if line.is_step)

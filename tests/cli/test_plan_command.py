@@ -391,7 +391,13 @@ def test_when_a_job_would_be_done(golden, job):
     found = Prospects(spec, slurm, now, pauses, rows, {"root": "closed"}, {16: "too large"})
     others = [
         replace(found, rows=[row(1, 0, "batch", requeues=2, **unknown)], pauses=Pauses()),
-        replace(found, rows=[row(1, 0, "batch", requeues=4)], left_out={}, infeasible={}),
+        replace(
+            found,
+            rows=[row(1, 0, "batch", requeues=4)],
+            left_out={},
+            infeasible={},
+            compared=(1, 8),
+        ),
         replace(found, rows=[], left_out={"short": "closed"}, infeasible={}),
     ]
     texts = [printed(prospect_views.prospects_table(found), width) for width in (100, 80, 60)]

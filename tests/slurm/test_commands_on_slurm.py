@@ -106,6 +106,7 @@ def test_partitions_are_asked_when_a_job_would_start_there(pipectl):
         ends_at = SlurmScheduler().query([job_id])[job_id].deadline
         found = pipectl("plan", "job.yaml", "--when", "--compare", "1,2", "--json")
         script = pipectl("submit", "job.yaml", "--soonest", "-N2", "--dry-run")
+        chosen = pipectl("submit", "job.yaml", "--soonest", "--compare", "2", "--dry-run")
     finally:
         subprocess.run(["scancel", job_id], check=True)
     rows = {(row["queue"], row["nodes"]): row for row in found["rows"]}
@@ -117,6 +118,7 @@ def test_partitions_are_asked_when_a_job_would_start_there(pipectl):
     assert rows["debug", 1]["cheapest"]
     assert found["left_out"].keys() == {"small", "mine", "old"}
     assert "#SBATCH --nodes=2" in script
+    assert "#SBATCH --nodes=2" in chosen
     assert "--partition" not in script
 
 

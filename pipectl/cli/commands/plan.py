@@ -13,8 +13,6 @@ from pipectl.cli import options as opt
 from pipectl.cli.console import note, plain, say, say_json, short_path, show, warn
 from pipectl.cli.search import ask_prospects, interruptible
 from pipectl.cli.views import plan as view
-from pipectl.cluster import MAX_RANKS
-from pipectl.errors import UsageError
 from pipectl.files import make_directory_of, write_text
 from pipectl.jobs.node_range import plan_every_count
 from pipectl.jobs.output import profile_path, save_plans
@@ -63,7 +61,10 @@ def command(
         opt.refuse(context, "--profile", "cannot be used with --from-run, which takes the run's")
     if when:
         opt.refuse(context, "--devices -o --svg --explain", "cannot be used with --when")
-    counts = read_node_counts(context, compare)
+    if compare:
+        why = "cannot be used with --compare, which makes several plans"
+        opt.refuse(context, "--nodes --devices -o --svg --explain", why)
+    counts = opt.read_node_counts(compare)
     inputs = gather(
         job, profile_file, _add_nodes(nodes, overrides), scheduler=scheduler,
         cluster_file=cluster, devices=devices, compare=None if when else counts,
@@ -81,28 +82,6 @@ def command(
 def _add_nodes(nodes: int | str | None, overrides: Sequence[str] | None) -> list[str]:
     """The values of ``--set``, which precede that of ``--nodes``."""
     return [*([] if nodes is None else [f"resources.nodes={nodes}"]), *(overrides or ())]
-
-
-def read_node_counts(context: typer.Context, texts: list[str] | None) -> tuple[int, ...] | None:
-    """Parse numbers of nodes such as ``1,2,4``; None if there are none.
-
-    Raises:
-        UsageError: a text is not a list of numbers, or an option for a single plan is given.
-    """
-    if not texts:
-        return None
-    why = "cannot be used with --compare, which makes several plans"
-    opt.refuse(context, "--nodes --devices -o --svg --explain", why)
-    text = ",".join(texts)
-    try:
-        counts = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise UsageError(
-            f"--compare: {text!r} is not a list of numbers", hint="write for example 1,2,4"
-        ) from None
-    if not all(0 < number <= MAX_RANKS for number in counts):
-        raise UsageError(f"--compare: {text!r}: each must be from 1 to {MAX_RANKS:,}")
-    return counts
 
 
 def plan_and_print(

@@ -63,6 +63,9 @@ def command(
     cheapest: bool = opt.flag(
         "Submit where `plan --when` says that it takes the fewest node-hours.", "--cheapest"
     ),
+    compare: list[str] | None = opt.value(
+        "N,N,…", "Numbers of nodes for --soonest and --cheapest; by default those of the job."
+    ),
     wait: bool = opt.WAIT,
     after: list[str] | None = opt.value(
         "RUN", "Start after RUN has completed.", autocompletion=opt.names_of_runs
@@ -90,11 +93,7 @@ def command(
 ) -> None:
     if dry_run and test_only:
         raise UsageError("--dry-run and --test-only: choose one")
-    if soonest and cheapest:
-        raise UsageError("--soonest and --cheapest: choose one")
-    if soonest or cheapest:
-        why = "is what --soonest and --cheapest choose"
-        opt.refuse(context, "--partition --queue", why, hint="leave it out")
+    counts = _read_choice(context, compare, soonest=soonest, cheapest=cheapest)
     if dry_run or test_only:
         only, hint = "--dry-run and --test-only", "leave it out"
         opt.refuse(context, "--json", f"{only} print text", hint=hint)
@@ -131,7 +130,7 @@ def command(
         if spec.sweep is not None:
             why = "are for one run, not for a sweep"
             opt.refuse(context, "--soonest --cheapest", why, hint="leave it out")
-        spec, profile = _choose_place(as_asked, batch_system, job, soonest=soonest)
+        spec, profile = _choose_place(as_asked, batch_system, job, counts, soonest=soonest)
     if dry_run or test_only:
         _show_script(spec, points, batch_system, job, profile, test_only=test_only)
     else:
@@ -145,8 +144,28 @@ def command(
         )  # fmt: skip
 
 
+def _read_choice(
+    context: typer.Context, compare: list[str] | None, *, soonest: bool, cheapest: bool
+) -> tuple[int, ...] | None:
+    """The numbers of nodes to choose among; None for those of the job.
+
+    Raises:
+        UsageError: an option cannot be combined with others.
+    """
+    if soonest and cheapest:
+        raise UsageError("--soonest and --cheapest: choose one")
+    if not (soonest or cheapest):
+        opt.refuse(context, "--compare", "is for --soonest and --cheapest", hint="leave it out")
+        return None
+    why = "is what --soonest and --cheapest choose"
+    opt.refuse(context, "--partition --queue", why, hint="leave it out")
+    if compare:
+        opt.refuse(context, "--nodes", "cannot be used with --compare", hint="leave it out")
+    return opt.read_node_counts(compare)
+
+
 def _choose_place(
-    spec: JobSpec, batch_system: str, file: Path, *, soonest: bool
+    spec: JobSpec, batch_system: str, file: Path, counts: tuple[int, ...] | None, *, soonest: bool
 ) -> tuple[JobSpec, Profile | None]:
     """The job where `plan --when` marks it, and the profile that holds there; see
     :func:`pipectl.jobs.prospects.choose`."""
@@ -158,7 +177,7 @@ def _choose_place(
     inputs = gather_job(spec, batch_system, again=f"pipectl profile {file}")
     for warning in inputs.warnings:
         warn(warning)
-    found = ask_prospects(inputs)
+    found = ask_prospects(inputs, counts)
     row = found.soonest if soonest else found.cheapest
     if row is None:
         what = "the start is known nowhere" if found.rows else "the job can run nowhere"

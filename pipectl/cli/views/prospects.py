@@ -115,6 +115,8 @@ def _choices(found: Prospects) -> Iterator[str]:
     for word, row in words.items():
         if row is not None:
             option = word.partition(" ")[0]
+            if found.compared:
+                option += f" --compare {','.join(map(str, found.compared))}"
             yield f"{_MARK} {word}: {name_of(row)} (pipectl submit --{option})"
     if not found.rows:
         yield "the job can run nowhere"
