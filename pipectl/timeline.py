@@ -41,6 +41,8 @@ class Timeline(DataFile):
         ranks: number of ranks of the plan; in large plans only some of them have events.
         step: number of the step, if it was measured.
         clock_error_s: maximum difference between the clocks of two nodes.
+        differs: how a measured step differs from the one that the plan predicts; None if it does
+            not.
     """
 
     hint: ClassVar[str] = "it is written again when the job runs again"
@@ -48,6 +50,7 @@ class Timeline(DataFile):
     ranks: int
     step: int | None = None
     clock_error_s: float = 0.0
+    differs: str | None = None
 
     @property
     def end_s(self) -> float:
@@ -74,6 +77,7 @@ class Timeline(DataFile):
             "ranks": self.ranks,
             "step": self.step,
             "clock_error_s": self.clock_error_s,
+            "differs": self.differs,
             "columns": list(Event._fields),
         }
 
@@ -97,7 +101,7 @@ class Timeline(DataFile):
             if not _is_sound(event, columns.ranks):
                 what = f"events[{index}]: {list(event)!r}"[:200]
                 raise DataFileError(f"{file}: {what} is not an event of a rank", hint=cls.hint)
-        return cls(events, columns.ranks, columns.step, columns.clock_error_s)
+        return cls(events, columns.ranks, columns.step, columns.clock_error_s, columns.differs)
 
 
 def shown_ranks(ranks: int, max_ranks: int) -> Sequence[int]:
@@ -115,6 +119,7 @@ class _Columns(NamedTuple):
     ranks: Count
     step: int | None = None
     clock_error_s: float = 0.0
+    differs: str | None = None
 
 
 def _is_sound(event: Event, ranks: int) -> bool:

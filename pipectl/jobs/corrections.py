@@ -18,6 +18,8 @@ from pipectl.timeline import Timeline
 
 _MAX_STEPS = 20
 """Maximum number of recorded steps, the last ones, that correct a profile."""
+_MAX_READ = 100
+"""Maximum number of recorded steps, the last ones, that are read to find these."""
 _PHASES = ({"forward", "recompute"}, {"backward", "backward_input", "backward_weight"})
 """Kinds of actions that a profile counts as forward and as backward."""
 
@@ -26,26 +28,21 @@ def correct_profile(run: RunDirectory) -> Profile:
     """The profile of a run, corrected by the measured times of its stages and rows.
 
     All operators of a stage are scaled by the same factor. Steps in which ranks did not get their
-    cores do not count if there are others.
+    cores do not count if there are others. Those with another batch than the plan's never do.
 
     Raises:
-        UsageError: no step was recorded with the run's plan.
+        UsageError: no such step was recorded with the run's plan.
         DataFileError: a file is missing or damaged.
     """
     plan, profile = Plan.load(run.plan), Profile.load(run.profile)
-    steps = measured_steps(run)
-    timelines = []
-    for step in ([step for step in steps if step > WARM_UP_STEPS] or steps)[-_MAX_STEPS:]:
-        with suppress(DataFileError):
-            timelines.append(Timeline.load(run.measured_of(step)))
+    of_plan = _load_steps(run, plan)
     # A step may have further lines, of its evaluation for example.
     lines = {line.step: line for line in read_metrics(run) if line.is_step}
     disturbed = {line.step for line in lines.values() if line.processor and line.processor.ranks}
-    of_plan = [each for each in timelines if each.ranks == plan.ranks]
     recorded = [each for each in of_plan if each.step not in disturbed] or of_plan
     if not recorded:
         raise UsageError(
-            f"{run.name}: no step is recorded under its plan",
+            f"{run.name}: no step with the batch of its plan is recorded",
             hint="`trace.steps` in the job names the steps to record",
         )
     predicted, sent = Timeline.load(run.predicted), channels(plan)
@@ -61,6 +58,19 @@ def correct_profile(run: RunDirectory) -> Profile:
         rows=row_times_of([timed]) if pairs else profile.rows,
         source=f"{profile.source.split('; corrected')[0]}; corrected by {run.name}",
     )
+
+
+def _load_steps(run: RunDirectory, plan: Plan) -> list[Timeline]:
+    """The last recorded steps that are as the plan has them."""
+    steps, timelines = measured_steps(run), list[Timeline]()
+    for step in reversed(([step for step in steps if step > WARM_UP_STEPS] or steps)[-_MAX_READ:]):
+        with suppress(DataFileError):
+            timeline = Timeline.load(run.measured_of(step))
+            if timeline.ranks == plan.ranks and timeline.differs is None:
+                timelines.append(timeline)
+        if len(timelines) == _MAX_STEPS:
+            break
+    return timelines[::-1]
 
 
 def _scale_stages(profile: Profile, plan: Plan, steps: list[tuple[Part, ...]]) -> Profile:

@@ -19,7 +19,7 @@ from statistics import mean
 from typing import Any, NamedTuple, TypedDict
 
 from pipectl.cluster import Cluster
-from pipectl.errors import PipectlError, UsageError
+from pipectl.errors import DataFileError, PipectlError, UsageError
 from pipectl.lanes import TransferKind
 from pipectl.plan import LONG_STEP_S, Plan
 from pipectl.runs import (
@@ -101,6 +101,8 @@ _MIN_CAUSE = 0.2
 _EVEN = 0.9
 _MAX_EVENTS = 20_000
 """Maximum events of a step that ``status`` compares, so that it answers at once."""
+_MAX_READ = 20
+"""Maximum number of recorded steps, the last ones, among which one as predicted is looked for."""
 
 
 class Times(NamedTuple):
@@ -158,6 +160,7 @@ class Comparison:
         ranks: uses of the step by recorded rank.
         critical: uses of the critical path.
         unpaired: number of computations in only one of the timelines.
+        differs: how the step differs from the predicted one; None if both are alike.
     """
 
     step: int | None
@@ -167,6 +170,7 @@ class Comparison:
     critical: TimeUses
     unpaired: int
     clock_error_s: float
+    differs: str | None = None
 
     @property
     def difference_s(self) -> dict[str, float]:
@@ -185,6 +189,7 @@ class Comparison:
             "ratio": self.time.ratio,
             "clock_error_s": self.clock_error_s,
             "unpaired": self.unpaired,
+            "differs": self.differs,
             "difference_s": self.difference_s,
             "parts": [
                 dict(zip(Part._fields[:-1], part[:-1], strict=True)) | part.time.to_json()
@@ -205,6 +210,8 @@ class ComparisonJson(TypedDict):
         predicted_s, measured_s, ratio: time of the step, and measured over predicted time.
         clock_error_s: largest error between times of different nodes.
         unpaired: number of computations in only one of the timelines.
+        differs: how the step differs from the predicted one, such as by a batch that was not full;
+            null if both are alike.
         difference_s: measured minus predicted seconds of the critical paths by use, such as
             ``computing`` and ``communication``.
         parts: computations by ``rank``, ``stage`` and ``kind``, with the number of ``actions``,
@@ -218,6 +225,7 @@ class ComparisonJson(TypedDict):
     ratio: float | None
     clock_error_s: float
     unpaired: int
+    differs: str | None
     difference_s: dict[str, float]
     parts: list[dict[str, Any]]
     ranks: list[dict[str, Any]]
@@ -254,6 +262,7 @@ def compare(
         critical=pair(ours.critical_path(), theirs.critical_path()),
         unpaired=len(expected) + len(theirs.computing_s) - 2 * len(paired),
         clock_error_s=measured.clock_error_s,
+        differs=measured.differs,
     )
 
 
@@ -385,9 +394,10 @@ def explain(
 ) -> list[tuple[str, str]]:
     """Describe the bottleneck, what would help, and the largest difference: labels and texts.
 
-    If ranks did not get their cores, that comes first, and no advice about the plan is given. The
-    bottleneck is the rank that computes longest, or another use on the critical path. Computing
-    on that path beyond the time of the longest rank counts as filling and draining the pipeline.
+    If ranks did not get their cores, that comes first, and no advice about the plan is given. Of a
+    step that differs from the predicted one, no difference is looked for. The bottleneck is the
+    rank that computes longest, or another use on the critical path. Computing on that path beyond
+    the time of the longest rank counts as filling and draining the pipeline.
     """
     step_s, ranks = comparison.time.measured_s, comparison.ranks
     if step_s <= 0 or not ranks:
@@ -425,8 +435,12 @@ def explain(
     ]
     by_share = sorted((share for share in shares if share[0] >= _MIN_SHARE), reverse=True)
     uses = ", ".join(f"{share:.0%} {name}" for share, name in by_share)
+    lines.append(("ranks spend", uses))
+    if comparison.differs is not None:
+        why = f"{comparison.differs}; the prediction is of another step"
+        return [*lines, ("difference", f"not looked for: {why}")]
     difference = _find_largest_difference(comparison, processor)
-    return [*lines, ("ranks spend", uses), *(difference[:1] if lacks else difference)]
+    return [*lines, *(difference[:1] if lacks else difference)]
 
 
 def _advice(use: str, processor: CoreShare | None) -> str:
@@ -519,7 +533,7 @@ def known_timelines(run: RunDirectory) -> dict[str, Timeline]:
 
 
 def load_step(run: RunDirectory, step: int | None = None) -> RecordedStep:
-    """Load a recorded step, by default the last.
+    """Load a recorded step, by default the last that is as the plan predicts it, if one is.
 
     Raises:
         UsageError: the step was not recorded, or was recorded under another plan.
@@ -532,7 +546,7 @@ def load_step(run: RunDirectory, step: int | None = None) -> RecordedStep:
             hint="`trace.steps` in the job names the steps to record; `pipectl report -o "
             "page.html` shows the rest",
         )
-    chosen = steps[-1] if step is None else step
+    chosen = _last_comparable(run, steps) if step is None else step
     if chosen not in steps:
         some = ", ".join(map(str, steps[-5:]))
         raise UsageError(
@@ -554,10 +568,20 @@ def load_step(run: RunDirectory, step: int | None = None) -> RecordedStep:
     return RecordedStep(run, plan, steps, predicted, measured, meets)
 
 
+def _last_comparable(run: RunDirectory, steps: Sequence[int]) -> int:
+    for step in reversed(steps[-_MAX_READ:]):
+        with suppress(DataFileError):
+            if Timeline.load(run.measured_of(step)).differs is None:
+                return step
+    return steps[-1]
+
+
 def divide_last_step(run: RunDirectory) -> tuple[int, dict[str, float]] | None:
     """Return the last recorded step and its ``difference_s``; None if it cannot be compared."""
     with suppress(PipectlError):
         recorded = load_step(run)
-        if len(recorded.measured.events) <= _MAX_EVENTS and recorded.measured.step is not None:
-            return recorded.measured.step, recorded.compare().difference_s
+        measured = recorded.measured
+        is_short, is_like = len(measured.events) <= _MAX_EVENTS, measured.differs is None
+        if is_short and is_like and measured.step is not None:
+            return measured.step, recorded.compare().difference_s
     return None

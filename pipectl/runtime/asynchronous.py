@@ -146,7 +146,8 @@ class AsynchronousSteps(Steps):
         return outcome
 
     def _end_recording(self, steps: _Stretch, run: StepRun) -> None:
-        self._tracing.end(steps.first, run.recording, steps.begin_s)
+        batches = steps.batches[: steps_apart(self._plan) + 1]
+        self._tracing.end(steps.first, run.recording, steps.begin_s, batches, skipped=False)
         run.recording = None
 
 

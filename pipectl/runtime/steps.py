@@ -136,7 +136,8 @@ class SynchronousSteps(Steps):
         step_end.begin()
         self._engine.run(run)
         deque(loaded, maxlen=0)  # what no stage has read is not of the next step
-        if is_recorded:
-            self._tracing.end(first, recording, start)
         assert run.outcome is not None
+        if is_recorded:
+            skipped = run.outcome.skipped
+            self._tracing.end(first, recording, start, batches, skipped=skipped)
         self._finish(first, batch, run, run.outcome, self._batches.loss(run), start)

@@ -16,11 +16,15 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
+from pipectl.capture.data import Loader, Samples
+from pipectl.plan import Plan
 from pipectl.runs import RunDirectory
 from pipectl.runtime import clock
 from pipectl.runtime.rank_process import warn
@@ -120,6 +124,34 @@ def _follow(table: Table, worked: Sequence[Interval]) -> None:
         until_s = times[1]
 
 
+class PlannedBatches:
+    """Which steps have the batch that a plan predicts: a full one, of the longest sequences."""
+
+    def __init__(self, loader: Loader, plan: Plan) -> None:
+        self._samples, self._length = plan.batch_size, loader.lengths[-1]
+        self._epoch = lru_cache(1)(loader.epoch)
+
+    def differs(self, batch: Samples) -> str | None:
+        """How a batch differs from the planned one, in words; None if it does not."""
+        if batch.size != self._samples:
+            return f"its batch had {batch.size} of {self._samples} samples"
+        if batch.length != self._length:
+            return f"its sequences were padded to {batch.length} positions, not {self._length}"
+        return None
+
+    def nearest(self, step: int, steps: int) -> int:
+        """The first step from ``step`` on that has such a batch; the last one before it if none
+        follows in a run of so many steps. The step itself if no batch is such a one."""
+        step, count = min(step, steps), len(self._epoch(0))
+        window = 2 * count  # epochs have batches of each length in orders of their own
+        later, before = range(step, steps + 1)[:window], range(step - 1, 0, -1)[:window]
+        for each in chain(later, before):
+            epoch, index = divmod(each - 1, count)
+            if self.differs(self._epoch(epoch)[index]) is None:
+                return each
+        return step
+
+
 class Tracing:
     """One rank's part of the recording.
 
@@ -127,12 +159,20 @@ class Tracing:
         communicator: duplicated for its own messages. Collective.
         steps: of the whole run.
         rows: number of rows in this rank's program.
+        planned: the batches that the plan predicts.
     """
 
     def __init__(
-        self, communicator: MPI.Comm, run: RunDirectory, trace: Trace, steps: int, rows: int
+        self,
+        communicator: MPI.Comm,
+        run: RunDirectory,
+        trace: Trace,
+        steps: int,
+        rows: int,
+        planned: PlannedBatches,
     ) -> None:
-        self._run, self._trace, self._steps = run, trace, steps
+        self._run, self._every, self._planned = run, trace.every, planned
+        self._steps = frozenset(planned.nearest(step, steps) for step in trace.steps)
         self._world = communicator.Dup()
         self._rank, self._size = communicator.rank, communicator.size
         events = sum(gather_all(communicator, rows))
@@ -142,6 +182,7 @@ class Tracing:
         self._compared = self._last = -STEPS_A_CLOCK
         self._tables = Reports[Table](self._world, sorted(self._recorded))
         self._whole: dict[int, dict[int, Table]] = {}
+        self._differs: dict[int, str] = {}
         self._held_since = 0.0
         self._writer = ThreadPoolExecutor(1, "trace")
         self._writing: deque[Future[None]] = deque()
@@ -149,7 +190,7 @@ class Tracing:
 
     def wants(self, step: int) -> bool:
         """Whether a step is recorded."""
-        return self._trace.includes(step, self._steps)
+        return step in self._steps or (self._every is not None and step % self._every == 0)
 
     def begin(self, step: int) -> Recording | None:
         """The recording for a step; None on ranks that are not recorded. Collective."""
@@ -159,14 +200,29 @@ class Tracing:
         self._last = step
         return Recording() if self._rank in self._recorded else None
 
-    def end(self, step: int, recording: Recording | None, begin_s: float) -> None:
+    def end(
+        self,
+        step: int,
+        recording: Recording | None,
+        begin_s: float,
+        batches: Sequence[Samples],
+        *,
+        skipped: bool,
+    ) -> None:
         """Start sending a recording; never waits for another rank.
 
         Args:
             begin_s: of the step, by this rank's ``perf_counter``.
+            batches: that were recorded.
+            skipped: whether the update was left out.
         """
         if recording is None:
             return
+        differs = next(filter(None, map(self._planned.differs, batches)), None)
+        if differs is None and skipped:
+            differs = "its update was left out"
+        if differs is not None:
+            self._differs[step] = differs
         head = np.zeros((1, WIDTH))
         head[0, :3] = step, begin_s + self._clock.offset_s, self._clock.error_s
         table = np.concatenate([head, recording.table()])
@@ -206,19 +262,21 @@ class Tracing:
 
     def _write(self, steps: dict[int, dict[int, Table]]) -> None:
         for step, tables in steps.items():
-            timeline_of(tables, self._size).save(self._run.measured_of(step))
+            timeline = timeline_of(tables, self._size, self._differs.pop(step, None))
+            timeline.save(self._run.measured_of(step))
 
 
-def timeline_of(tables: dict[int, Table], ranks: int) -> Timeline:
+def timeline_of(tables: dict[int, Table], ranks: int, differs: str | None = None) -> Timeline:
     """The timeline of a step, which starts when its first rank begins it.
 
     Args:
         tables: by rank, on one clock; the first row holds step, begin and error of the clock.
+        differs: see :class:`Timeline`.
     """
     begin_s = min(table[0, 1] for table in tables.values())
     events = [event for rank in sorted(tables) for event in _events(rank, tables[rank], begin_s)]
     error_s = max(float(table[0, 2]) for table in tables.values())
-    return Timeline(tuple(events), ranks, int(tables[min(tables)][0, 0]), error_s)
+    return Timeline(tuple(events), ranks, int(tables[min(tables)][0, 0]), error_s, differs)
 
 
 def _events(rank: int, table: Table, begin_s: float) -> list[Event]:

@@ -26,7 +26,7 @@ from pipectl.runtime.step_end import StepEnd
 from pipectl.runtime.steps import Steps, SynchronousSteps
 from pipectl.runtime.stopping import GO_ON, MOVE, STOP, EarlyStopping, StopRequest
 from pipectl.runtime.telemetry import Telemetry
-from pipectl.runtime.tracing import Tracing
+from pipectl.runtime.tracing import PlannedBatches, Tracing
 from pipectl.runtime.waiting import gather_all
 from pipectl.schedule import channels, is_unflushed, lower, lower_renewal
 from pipectl.simulate.memory import room_bytes
@@ -76,7 +76,10 @@ class Trainer:
             (lambda *_: None) if rebalancing is None else rebalancing.look,
         )
         rows = len(lower(setup.plan, self._rank))
-        self._tracing = Tracing(setup.communicator, start.run, self._spec.trace, steps, rows)
+        planned = PlannedBatches(setup.job.loader, setup.plan)
+        self._tracing = Tracing(
+            setup.communicator, start.run, self._spec.trace, steps, rows, planned
+        )
         setup.board.phase("making the optimizer")
         self._step_end = self._make_step_end()
         evaluation = self._spec.evaluation

@@ -208,18 +208,10 @@ class Trace(types.Section):
     """Which steps are recorded action by action, for `pipectl report`."""
 
     steps: tuple[types.Count, ...] = (10,)
-    """Steps to record, or the last step of a shorter run. `[]` for none."""
+    """Steps to record, or the last step of a shorter run; if its batch is not full, the next with a
+    full one (the one before, if none follows). `[]` for none."""
     every: types.Count | None = None
     """Also record every step that is a multiple of this; 1 records all."""
-
-    def includes(self, step: int, steps: int) -> bool:
-        """Whether a step is recorded.
-
-        Args:
-            steps: of the whole run.
-        """
-        due = self.every is not None and step % self.every == 0
-        return due or any(step == min(wanted, steps) for wanted in self.steps)
 
 
 class Tracking(types.Section):

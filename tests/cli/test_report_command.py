@@ -4,11 +4,13 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from pipectl.report.comparison import ComparisonJson
+from pipectl.report.comparison import ComparisonJson, divide_last_step
+from pipectl.timeline import Timeline
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -41,6 +43,26 @@ def test_a_page_a_picture_and_a_trace_at_once(cli, recorded):
     assert "64 of 100 ranks: those that hold most." in page
     held = re.findall(r"\brank (\d+)\b", page.partition(">Memory<")[2])
     assert list(map(int, held)) == list(range(36, 100))
+
+
+def test_a_step_with_another_batch_is_compared_with_nothing(cli, recorded):
+    """It is chosen only by its number."""
+    timeline = Timeline.load(recorded.measured_of(10))
+    odd = replace(timeline, step=12, differs="its batch had 3 of 16 samples")
+    odd.save(recorded.measured_of(12))
+    assert cli("report", "last", "--json").json["step"] == 10
+    assert divide_last_step(recorded)[0] == 10
+    shown = cli("report", "last", "--step", "12").out
+    assert ", its batch had 3 of 16 samples; predicted " in shown
+    assert "its batch had 3 of 16 samples; the prediction is of another step" in " ".join(
+        shown.split()
+    )
+    assert "times the predicted" not in shown
+    assert "advice" not in shown
+    for step in (5, 10):
+        recorded.measured_of(step).unlink()
+    assert cli("report", "last", "--json").json["differs"] == odd.differs
+    assert divide_last_step(recorded) is None
 
 
 EVERY_METRIC = """\

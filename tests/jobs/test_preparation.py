@@ -230,7 +230,8 @@ def test_what_is_planned_from_a_run_takes_as_long_as_its_stages_took(
     profile.save(run.profile)
     plan.save(run.plan)
     timeline.save(run.predicted)
-    with pytest.raises(UsageError, match="no step is recorded"):
+    replace(timeline, step=12, differs="its batch had 1 of 8 samples").save(run.measured_of(12))
+    with pytest.raises(UsageError, match="no step with the batch of its plan is recorded"):
         correct_profile(run)
     events = tuple(map(slower, timeline.events))
     replace(timeline, events=events, step=10).save(run.measured_of(10))

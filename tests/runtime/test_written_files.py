@@ -220,20 +220,23 @@ def test_two_ranks_whose_hashes_and_clocks_differ_agree_and_record_every_row_in_
     """Nothing that ranks compare depends on how a process hashes: not even ``hash(None)``. All data
     end with one sample.
 
-    Steps 2 to 4 are recorded: every row of a rank's program once, one behind the other, and the
-    update waits for all; whatever one rank sends, the other has only later."""
+    Steps 3 to 5 are recorded: every row of a rank's program once, one behind the other, and the
+    update waits for all; whatever one rank sends, the other has only later. In place of the last
+    step, whose batch has one sample, the one before is; the last is recorded because of ``every``,
+    which says how it differs."""
     held_out = {"data": {"factory": f"{PARTS}:Samples", "kwargs": {"count": 5}}, "batch_size": 4}
     job = {"data": {"kwargs": {"count": 17}}, "evaluation": held_out}
-    run, alone = make_run(2, **job, trace={"steps": [3], "every": 2}), make_run(1, **job)
+    run, alone = make_run(2, **job, trace={"steps": [3, 30], "every": 5}), make_run(1, **job)
     done = launch(2, HERE / "changed_ranks.py", "ahead", run.path, fresh=True)
     assert done.returncode == 0, done.stderr
     train(alone)
     assert different(run, alone) == []
-    assert measured_steps(run) == [2, 3, 4]
+    assert measured_steps(run) == [3, 4, 5]
+    assert Timeline.load(run.measured_of(5)).differs == "its batch had 1 of 4 samples"
     plan = Plan.load(run.plan)
-    for step in (2, 3, 4):
+    for step in (3, 4):
         timeline = Timeline.load(run.measured_of(step))
-        assert (timeline.step, timeline.ranks) == (step, 2)
+        assert (timeline.step, timeline.ranks, timeline.differs) == (step, 2, None)
         assert 0 < timeline.clock_error_s < 1
         assert 0 <= min(event.start_s for event in timeline.events) < 100
         assert timeline.end_s < 100

@@ -111,18 +111,6 @@ def test_the_name_is_by_default_that_of_the_file(tmp_path, minimal, file, name):
     assert "name: " + name in dump(spec)
 
 
-def test_which_steps_are_recorded(read, minimal):
-    def steps(text, count):
-        trace = read(minimal + text).trace
-        return [step for step in range(1, count + 1) if trace.includes(step, count)]
-
-    assert steps("", 12) == [10]
-    assert steps("", 4) == [4]
-    assert steps("trace: {steps: []}", 12) == []
-    assert steps("trace: {steps: [2, 30], every: 5}", 12) == [2, 5, 10, 12]
-    assert steps("trace: {every: 1}", 3) == [1, 2, 3]
-
-
 def test_what_says_nothing_has_its_default(read, by_schema, minimal):
     spec = read(minimal)
     assert read(b"\xef\xbb\xbf" + minimal.encode()) == spec, "a byte order mark"

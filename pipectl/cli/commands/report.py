@@ -135,8 +135,11 @@ def print_comparison(recorded: RecordedStep, comparison: Comparison) -> None:
 def step_line(recorded: RecordedStep, comparison: Comparison) -> str:
     """``20261120-152233-gpt, step 10: 412 ms, 1.11 times the predicted 371 ms``."""
     time, ratio = comparison.time, comparison.time.ratio
+    if comparison.differs is not None:
+        ratio = None
     return (
         f"{recorded.run.name}, step {comparison.step}: {format_time(time.measured_s)}, "
+        + (f"{comparison.differs}; " if comparison.differs else "")
         + ("" if ratio is None else f"{ratio:.2f} times the ")
         + f"predicted {format_time(time.predicted_s)}"
     )
@@ -195,6 +198,6 @@ def _remarks(
         error = format_time(comparison.clock_error_s)
         yield f"the clocks of the nodes agree to within {error}"
     if comparison.unpaired:
-        yield f"{comparison.unpaired} actions have no counterpart: a batch that was not full"
+        yield f"{comparison.unpaired} actions have no counterpart"
     if len(recorded.steps) > 1:
         yield f"{len(recorded.steps)} steps are recorded; --step chooses another"

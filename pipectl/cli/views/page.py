@@ -42,7 +42,8 @@ def make_page(run: RunDirectory, now: float, step: int | None = None) -> str:
         recorded = load_step(run, step)
         comparison, timelines = recorded.compare(), recorded.timelines()
         verdict = recorded.explain(comparison)
-        if status.plan and (flops := status.plan.describe_flops(comparison.time.measured_s)):
+        flops = status.plan and status.plan.describe_flops(comparison.time.measured_s)
+        if flops and comparison.differs is None:
             verdict.append(("computed", f"{flops} in this step, all ranks together"))
     except PipectlError:
         if step is not None:
