@@ -32,11 +32,15 @@ from pipectl.batch.scheduler import (
     number_of,
 )
 from pipectl.batch.script import render_script
+from pipectl.batch.slurm_bookings import Bookings
 from pipectl.batch.slurm_output import (
+    BOOKINGS_FORMAT,
+    NODES_FORMAT,
     SACCT_FORMAT,
     SINFO_FORMAT,
     SQUEUE_FORMAT,
     numbers_of,
+    parse_bookings,
     parse_closed,
     parse_sacct,
     parse_sinfo,
@@ -51,6 +55,8 @@ if TYPE_CHECKING:
     from pipectl.spec.launch import Launch
 
 _SQUEUE = ("-h", "-r", "-t", "all", "-o", SQUEUE_FORMAT)
+_NOT_OVER = "PD,CF,R,S,CG"
+"""States of jobs that have nodes, or may get some."""
 _TIMES: Mapping[str, str | None] = {"SLURM_TIME_FORMAT": "%s"}
 _CLUSTERS = "SLURM_CLUSTERS"
 _SIGNALLED = 128
@@ -58,6 +64,8 @@ _SIGNALLED = 128
 _MOMENT_S = 3.0
 _LIFTING = ("--qos -q", "--reservation")
 """Options with which other limits may hold than those of a partition."""
+_HARMLESS = ("--clusters -M", "--comment", "--mail-type", "--mail-user", "--nice", "--wckey")
+"""Options that do not matter for where a job can run."""
 _ID = re.compile(r"[0-9]{1,18}(_[0-9]{1,9})?(;[A-Za-z0-9_.-]+)?")
 """Of a job, as a record has it."""
 
@@ -86,6 +94,8 @@ class SlurmScheduler(CommandLineScheduler):
     )
     refusals, advice = refusals.SLURM, refusals.SLURM_ADVICE
     unsent_message = "configuration source"
+    _bookings: Mapping[str, Bookings | None] = MappingProxyType({})
+    """By cluster, once they are asked for."""
 
     def ping(self) -> None:
         self._ask("squeue", *_SQUEUE, "--me", variables=_TIMES)
@@ -223,11 +233,48 @@ class SlurmScheduler(CommandLineScheduler):
         """Return the forecast of ``sbatch --test-only``, which ignores partition time limits."""
         return self._test(script, {})
 
-    def forecast(self, request: JobRequest, queue: Queue, now: float) -> float | None:  # noqa: ARG002
-        """See :meth:`Scheduler.forecast`. Slurm counts the jobs that run, and those that wait in
-        the same partition."""
-        said = self._test(self.render(request), _TIMES)
-        return parse_start(said or "")
+    def forecast(self, request: JobRequest, queue: Queue, now: float) -> float | None:
+        """See :meth:`Scheduler.forecast`.
+
+        ``sbatch --test-only`` knows all rules, but takes jobs that wait as if they had started when
+        they were submitted. Where these have an expected start, the nodes of all jobs say more; the
+        later start counts where they do not say all.
+        """
+        start = parse_start(self._test(self.render(request), _TIMES) or "")
+        clusters = self.clusters_of(request)
+        if start is None or _are_several(clusters):
+            return start
+        if clusters not in self._bookings:
+            self._bookings = {**self._bookings, clusters: self._ask_bookings(clusters)}
+        bookings, walltime_s = self._bookings[clusters], self.walltime_of(request)
+        if bookings is None:
+            return start
+        demand = _demand(request, walltime_s or queue.walltime_s)
+        is_whole = request.slurm.options.get("exclusive") is True
+        expected = bookings.expect(queue.name, demand, now, is_whole=is_whole)
+        if expected is None:
+            return start
+        is_sure = walltime_s is not None and expected.is_sure and _is_simple(request)
+        return expected.start if is_sure else max(start, expected.start)
+
+    def _ask_bookings(self, clusters: str) -> Bookings | None:
+        """Return who has the nodes of a cluster; None if that cannot be told."""
+        where, variables = self._on(clusters)
+        variables = {**_TIMES, **variables}
+
+        def said(*command: str) -> str | None:
+            done = self._run(command[0], *where, *command[1:], variables=variables)
+            return None if done.returncode else done.stdout
+
+        try:
+            jobs = said("squeue", "-h", "-a", "-t", _NOT_OVER, "-o", BOOKINGS_FORMAT)
+            nodes = said("sinfo", "-h", "-a", "-N", "-o", NODES_FORMAT)
+            if not jobs or not nodes:
+                return None
+            reservations = said("scontrol", "-o", "show", "reservation")
+            return parse_bookings(jobs, nodes, reservations, said("scontrol", "show", "config"))
+        except SchedulerError:
+            return None
 
     def _test(self, script: str, variables: Mapping[str, str | None]) -> str | None:
         """Return the line of ``sbatch --test-only`` with the start; None if there is none."""
@@ -368,6 +415,18 @@ def _demand(request: JobRequest, walltime_s: int | None) -> Demand:
         memory_bytes=None if "mem" in replaced or mib is None else mib * 2**20,
         gpus=None if "gpus-per-node" in replaced else resources.gpus_per_node,
         single_process=request.single_process,
+    )
+
+
+def _is_simple(request: JobRequest) -> bool:
+    """Return whether only its size and partition decide where and when a job can run."""
+    options = {name: value for name, value in request.slurm.options.items() if value is not False}
+    is_whole_or_shared = options.pop("exclusive", True) is True
+    is_single = not request.after and request.array is None
+    return (
+        is_whole_or_shared
+        and is_single
+        and all(find_option(SBATCH, {name: value}, _HARMLESS) for name, value in options.items())
     )
 
 

@@ -1,20 +1,25 @@
-"""What Slurm's commands print: states of jobs, partitions and forecasts."""
+"""What Slurm's commands print: states of jobs, partitions, forecasts, and the nodes of jobs."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
+from itertools import product
+from math import inf
 from typing import NamedTuple
 
 from pipectl.batch.limits import NodeKind, Queue
 from pipectl.batch.reasons import is_held, slurm_hint
 from pipectl.batch.scheduler import JobState, JobStatus, groups_of_user, number_of, parse_limit
+from pipectl.batch.slurm_bookings import Booking, Bookings, Node, Reservation
 
 SQUEUE_FORMAT = "%i|%T|%j|%S|%e|%N|%k|%r"
 SACCT_FORMAT = "JobID,State,ExitCode,Submit,Start,End,NodeList"
 SINFO_FORMAT = "%P|%l|%D|%c|%m|%G|%a|%s|%r|%g"
+BOOKINGS_FORMAT = "%T|%P|%S|%e|%C|%N|%Y|%h|%r"
+NODES_FORMAT = "%N|%R|%T|%c|%m|%G|%h|%p"
 # slurm_protocol_defs.c and job_state_codes.shtml: base states, then the flags shown instead.
 _STATES = {
     word: state
@@ -47,6 +52,16 @@ _GPU_TYPES = re.compile(r"\bgpu:([^:,()]+):")
 _COUNT = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([KM]?)")
 _START = re.compile(r" to start at (\S+)")
 _FIELD = re.compile(r"(\w+)=(\S*)")
+_SETTING = re.compile(r"(\w+) *= (.*)")
+_HOSTS = re.compile(r"(?:[^,\[\]]|\[[^\]]*\])+")
+_RANGES = re.compile(r"\[([0-9]{1,9}(?:[,-][0-9]{1,9})*)\]")
+_NO_HOSTS = frozenset({"", "(null)", "n/a", "None assigned"})
+_USABLE = re.compile(
+    "(allocated|blocked|completing|idle|maint|mixed|planned|power\\w*|reboot\\w*|reserved)[^*\\w]*"
+)
+"""States of nodes that take new jobs, at once or later; a ``*`` is for those that do not answer."""
+_SHARED = re.compile("FORCE(?!:1$)")
+_PRIVATE = frozenset({"jobs", "nodes", "partitions", "reservations"})
 _UNSET_BYTES = 64 * 2**20
 """Slurm reports 1 MB for nodes whose memory is not configured."""
 
@@ -215,6 +230,107 @@ def parse_closed(stdout: str, account: str | None, qos: str) -> set[str]:
             if own and "PartitionName" in fields and (not is_allowed or own.lower() in denied):
                 closed.add(fields["PartitionName"])
     return closed
+
+
+def parse_bookings(jobs: str, nodes: str, reservations: str | None, config: str | None) -> Bookings:
+    """Parse what is known of nodes and of who has them, with times in seconds since the epoch.
+
+    Args:
+        jobs: ``squeue -h -o BOOKINGS_FORMAT``, of jobs that are not over.
+        nodes: ``sinfo -h -N -o NODES_FORMAT``.
+        reservations: ``scontrol -o show reservation``; None if that fails.
+        config: ``scontrol show config``; None if that fails.
+    """
+    settings = dict(_SETTING.findall(config or ""))
+    select = f"{settings.get('SelectType', 'cons')} {settings.get('SelectTypeParameters')}".lower()
+    known, tiers, whole = _parse_nodes(nodes)
+    if "cons" not in select:  # select/linear
+        whole = frozenset(tiers)
+    private = settings.get("PrivateData", "jobs").strip().split(",")
+    found, is_complete = list[Booking](), reservations is not None and _PRIVATE.isdisjoint(private)
+    for fields in (line.split("|", 8) for line in jobs.splitlines()):
+        if len(fields) < 9 or (fields[0] == "PENDING" and is_held(fields[8])):
+            continue
+        booking = _parse_booking(fields, known, whole)
+        found += [booking] if booking.nodes else []
+        # When a suspended job goes on is not known, nor what nodes are that sinfo does not list.
+        is_suspended = parse_state(fields[0]) is JobState.SUSPENDED
+        is_complete &= not is_suspended and known.keys() >= {*booking.nodes}
+    return Bookings(
+        known,
+        tuple(found),
+        tiers,
+        whole,
+        tuple(_parse_reservations(reservations or "")),
+        shares_memory="memory" in select,
+        preempts=not settings.get("PreemptType", "none").strip().endswith("none"),
+        is_complete=is_complete,
+    )
+
+
+def _parse_nodes(stdout: str) -> tuple[dict[str, Node], dict[str, int], frozenset[str]]:
+    """Return the nodes, the tiers of their partitions, and those whose jobs have whole nodes."""
+    nodes, tiers, whole = dict[str, Node](), dict[str, int](), set[str]()
+    for fields in (line.split("|") for line in stdout.splitlines()):
+        if len(fields) != 8:
+            continue
+        name, partition, state, cores, memory, gres, oversubscribes, tier = fields
+        tiers[partition] = number_of(tier)
+        if oversubscribes == "EXCLUSIVE":
+            whole.add(partition)
+        size, partitions = number_of(memory) * 2**20, frozenset[str]()
+        if name in nodes:
+            partitions = nodes[name].partitions
+        # Where several jobs get the same cores, those do not tell how many are free.
+        nodes[name] = Node(
+            partitions if _SHARED.match(oversubscribes) else partitions | {partition},
+            _count(cores),
+            size if size >= _UNSET_BYTES else None,
+            sum(map(int, _GPUS.findall(gres))),
+            _USABLE.fullmatch(state) is not None,
+        )
+    return nodes, tiers, frozenset(whole)
+
+
+def _parse_booking(
+    fields: Sequence[str], nodes: Mapping[str, Node], whole: frozenset[str]
+) -> Booking:
+    """Return what a line of BOOKINGS_FORMAT says; a job without an expected start has no nodes."""
+    word, partitions = fields[0], tuple(fields[1].split(","))
+    start, end = _time(fields[2]) or 0.0, _time(fields[3]) or inf
+    waits = parse_state(word).waits and word not in _BOOTING
+    names = tuple(expand_hosts(fields[6] if waits else fields[5]))
+    largest = max((nodes[name].cores for name in names if name in nodes), default=0)
+    cores = -(-_count(fields[4]) // max(1, len(names)))
+    is_whole = fields[7] == "NO" or cores >= largest or not whole.isdisjoint(partitions)
+    return Booking(names, None if is_whole else cores, start, end, partitions, waits)
+
+
+def _parse_reservations(stdout: str) -> Iterator[Reservation]:
+    for line in stdout.splitlines():
+        fields = dict(_FIELD.findall(line))
+        if names := frozenset(expand_hosts(fields.get("Nodes", ""))):
+            start, end = (_time(fields.get(f"{name}Time", "")) for name in ("Start", "End"))
+            yield Reservation(names, start or 0.0, end or inf)
+
+
+def expand_hosts(hosts: str) -> Iterator[str]:
+    """Yield the names in a list such as ``login,node[01-03,7]``."""
+    for part in () if hosts in _NO_HOSTS else _HOSTS.findall(hosts):
+        # Texts and ranges take turns.
+        choices = [
+            list(_numbers(piece)) if index % 2 else [piece]
+            for index, piece in enumerate(_RANGES.split(part))
+        ]
+        yield from map("".join, product(*choices))
+
+
+def _numbers(ranges: str) -> Iterator[str]:
+    """Yield the numbers of ``01-03,7``; all of a range have the width of the first."""
+    for each in ranges.split(","):
+        first, _, last = each.partition("-")
+        for number in range(int(first), int(last or first) + 1):
+            yield f"{number:0{len(first)}}"
 
 
 def _is_for_user(root_only: str, groups: str) -> bool:

@@ -91,13 +91,18 @@ def other_partitions(lab):
         subprocess.run(["scontrol", "delete", f"PartitionName={name}"], check=True)
 
 
-@pytest.mark.usefixtures("other_partitions")
-def test_partitions_are_asked_when_a_job_would_start_there(pipectl):
+def write_sleeper() -> None:
+    """A job and its profile."""
     Path("job.yaml").write_text(OF_SLEEPER)
     written = json.loads((Path(__file__).parents[1] / "cli" / "profile.json").read_text())
     Path("runs").mkdir()
     profile = {**written, "key": profile_key(load(Path("job.yaml")))}
     Path("runs/sleeper.profile.json").write_text(json.dumps(profile))
+
+
+@pytest.mark.usefixtures("other_partitions")
+def test_partitions_are_asked_when_a_job_would_start_there(pipectl):
+    write_sleeper()
     three = ["sbatch", "--parsable", "-N3", "--exclusive", "-w", "node[1-3]", "-t", "2"]
     taking = [*three, "-o", "/dev/null", "--wrap", "sleep 100"]
     job_id = subprocess.run(taking, check=True, capture_output=True, text=True).stdout.strip()
@@ -120,6 +125,27 @@ def test_partitions_are_asked_when_a_job_would_start_there(pipectl):
     assert "#SBATCH --nodes=2" in script
     assert "#SBATCH --nodes=2" in chosen
     assert "--partition" not in script
+
+
+@pytest.mark.usefixtures("other_partitions")
+def test_a_job_would_start_beside_or_after_one_that_waits(pipectl):
+    """The second job waits for three of the four nodes that the first one has for a minute."""
+    write_sleeper()
+    sleeps = ["sbatch", "--parsable", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 100"]
+    commands = [[*sleeps, "-N4", "-t1"], [*sleeps, "-N3", "-t2"]]
+    ids = [subprocess.run(each, check=True, capture_output=True, text=True) for each in commands]
+    first, second = (done.stdout.strip() for done in ids)
+    try:
+        wait_until(lambda: SlurmScheduler().query([first])[first].deadline, 60, 0.1)
+        ends_at = SlurmScheduler().query([first])[first].deadline
+        nodes = ["squeue", "-h", "-j", second, "-o", "%Y"]
+        wait_until(lambda: "node" in subprocess.check_output(nodes, text=True), 60, 0.1)
+        found = pipectl("plan", "job.yaml", "--when", "--compare", "1,2,4", "--json")
+    finally:
+        subprocess.run(["scancel", first, second], check=True)
+    starts = {(row["queue"], row["nodes"]): row["starts_at"] - ends_at for row in found["rows"]}
+    assert list(starts) == [("debug", 1), ("debug", 2), ("debug", 4), ("small", 1)]
+    assert list(starts.values()) == pytest.approx([0, 120, 120, 0], abs=1.5)
 
 
 @pytest.mark.usefixtures("warm")
