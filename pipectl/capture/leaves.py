@@ -27,7 +27,7 @@ from pipectl.capture.refusals import STAND_IN, Refusal
 from pipectl.torch_api import pytree
 
 _KNOWN = (Tensor, int, float, str, type(None), Enum)
-"""Leaves that torch.export takes."""
+"""Leaves that a step gets as they are; see :func:`exportable`."""
 _COMPUTED = (Tensor, int, float)
 """Leaves that a graph computes with."""
 _PARTS = ("inputs", "targets")
@@ -221,12 +221,10 @@ def without_objects(batch: Any) -> Any:
 
 @contextmanager
 def exportable(wrapper: nn.Module, batch: Any) -> Iterator[Any]:
-    """Give a batch with None in the place of stand-ins, which torch.export takes.
-
-    The step gets the stand-ins.
-    """
+    """Give a batch with None in the place of what torch.export does not take in every release:
+    stand-ins and members of enumerations. The step gets them."""
     leaves, structure = pytree.tree_flatten(batch)
-    hidden = {place: leaf for place, leaf in enumerate(leaves) if type(leaf) is StandIn}
+    hidden = {place: leaf for place, leaf in enumerate(leaves) if _is_hidden(leaf)}
     if not hidden:
         yield batch
         return
@@ -243,6 +241,10 @@ def exportable(wrapper: nn.Module, batch: Any) -> Iterator[Any]:
         yield pytree.tree_unflatten(shown, structure)
     finally:
         handle.remove()
+
+
+def _is_hidden(leaf: Any) -> bool:
+    return type(leaf) is StandIn or (is_choice(leaf) and not isinstance(leaf, str))
 
 
 def is_choice(leaf: Any) -> bool:
