@@ -93,6 +93,7 @@ class Clip:
         limit: the largest norm or value.
         norm_type: of the norm.
         parameters: that are clipped.
+        steps, backwards: how many there were before it.
     """
 
     kind: str
@@ -100,6 +101,8 @@ class Clip:
     norm_type: float
     parameters: list[Tensor]
     place: Place
+    steps: int
+    backwards: int
 
 
 @dataclass
@@ -130,9 +133,11 @@ class Seen:
         positions: of batches in their iterations, by the numbers of batches.
         made: places where optimizers and schedules were made.
         made_by: all lines of the script that were being run then, by the id of what was made.
+        clips: of gradients that were there.
         autocasts: arguments of autocast, with their places.
         optimizer: that stepped.
         frames: of the stack at that time, innermost first: code, globals, locals and line.
+        leaves: tensors that the first step has gradients of, by their ids.
         steps: of the optimizer until the script ends; they change no weights.
         ends: of every step so far: the number of recordings.
         options: of the optimizer's groups, before every step.
@@ -159,6 +164,7 @@ class Seen:
     optimizer: Optimizer | None = None
     stepped: Place = ("", 0)
     frames: list[loops.Frame] = field(default_factory=list)
+    leaves: dict[int, Tensor] = field(default_factory=dict)
     zeros: dict[int, Tensor] = field(default_factory=dict)
     stops: int = 0
     steps: int = 1
@@ -341,7 +347,12 @@ def _clipper(seen: Seen, kind: str) -> Callable[..., Any]:
     def clip(parameters: Any, limit: Any = None, norm_type: float = 2.0, *_: Any, **k: Any) -> Any:
         limit = k.get("max_norm", k.get("clip_value", limit))
         own = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        seen.clips.append(Clip(kind, float(limit), float(norm_type), own, script_place()))
+        steps, backwards = len(seen.ends), len(seen.recorder.recordings)
+        if backwards > (seen.ends[-1] if steps else 0):  # otherwise there are no gradients
+            place = script_place()
+            seen.clips.append(
+                Clip(kind, float(limit), float(norm_type), own, place, steps, backwards)
+            )
         return torch.zeros(()) if kind == "norm" else None
 
     return clip
@@ -505,6 +516,8 @@ def _backward(seen: Seen, tensors: Any, args: Any, kwargs: Any) -> None:
             hint="call backward() without arguments on one loss",
         )
     seen.recorder.backward(several[0])
+    if not seen.ends:
+        seen.leaves.update((id(leaf), leaf) for leaf in _leaves_behind(several[0]))
     zero = torch.zeros(())
     for module in seen.recorder.training:
         for parameter in module.parameters(recurse=False):
@@ -512,6 +525,19 @@ def _backward(seen: Seen, tensors: Any, args: Any, kwargs: Any) -> None:
             if parameter.requires_grad and is_new:
                 zeros = zero.to(parameter.dtype).expand(parameter.shape)
                 parameter.grad = seen.zeros.setdefault(id(parameter), zeros)
+
+
+def _leaves_behind(loss: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors that a backward of a loss would give gradients."""
+    waiting, known = [loss.grad_fn], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in known:
+            continue
+        known.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            yield leaf
+        waiting += [later for later, _ in node.next_functions]
 
 
 def _is_one(gradient: Any) -> bool:

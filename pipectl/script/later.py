@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from pipectl.errors import CaptureError
-from pipectl.script.hooks import Seen, Taken, options_of
+from pipectl.script.hooks import Clip, Seen, Taken, options_of
 from pipectl.script.loops import comes_again, hand_set, names_of
 from pipectl.script.optimizers import Schedules, cut_down, follows_evaluations
 from pipectl.script.order import SharedGenerators, described
@@ -209,6 +209,7 @@ def compare_steps(command: Command, *, own_schedule: bool = False) -> Compared:
     steps = _steps_of(seen)
     _refuse_written(seen, model_of(seen, steps[0].recordings[0]))
     _compare(seen, steps, compared)
+    _refuse_other_clips(seen, steps)
     _refuse_changed_options(command, seen, steps, rates)
     compared.epochs = steps[-1].epoch
     _refuse_loss_of_training(seen, steps, own_schedule=own_schedule)
@@ -422,6 +423,31 @@ def _refuse_written(seen: Seen, model: nn.Module) -> None:
                 "(torch.nn.utils.parametrize, for weights within limits), or leave it out; what "
                 "computes gradients twice in a step (SAM) is no pipeline",
             )
+
+
+def _refuse_other_clips(seen: Seen, steps: list[_Step]) -> None:
+    """Refuse a script that clips in another way in a later step than in the first one."""
+    first = {_how(clip, seen): clip for clip in seen.clips if not clip.steps}
+    for step in steps[1:]:
+        clips = {_how(clip, seen): clip for clip in seen.clips if clip.steps == step.number - 1}
+        for how, clip in (*clips.items(), *first.items()):
+            if how in clips and how in first:
+                continue
+            alone, other = (
+                (step.name, "the first step") if how in clips else ("the first step", step.name)
+            )
+            raise CaptureError(
+                f"{at(clip.place)}: only {alone} clips gradients so (by {clip.kind}, at "
+                f"{clip.limit:g}), and {other} does not",
+                hint="clip in every step to the same limit, once after its last backward()",
+            )
+
+
+def _how(clip: Clip, seen: Seen) -> tuple[Any, ...]:
+    """What a clip does, to which gradients, and how many backwards of the step come after it."""
+    after = seen.ends[clip.steps] - clip.backwards if clip.steps < len(seen.ends) else 0
+    own = frozenset(id(p) for p in clip.parameters if id(p) in seen.zeros)
+    return clip.kind, clip.limit, clip.norm_type, after, own
 
 
 def _refuse_changed_options(

@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from pipectl.errors import CaptureError
+from pipectl.faults import is_user_code
 from pipectl.script.hooks import Loading, Seen
 from pipectl.script.loops import interval_of_trainer, named
 from pipectl.script.optimizers import (
@@ -46,6 +47,8 @@ from pipectl.script.recorder import Recording, at
 from pipectl.script.run import Command, run_script
 
 _UNFOLLOWED = {"item", "__float__", "__int__", "__index__"}
+_ADD_NOTHING = ("accelerate", "lightning", "lightning_fabric", "mmengine", "pytorch_lightning")
+"""Libraries whose optimizers only step those of torch."""
 _MAKE = (
     "make tensors of samples (by a tokenizer, torch.tensor or torch.from_numpy) in the Dataset or "
     "the collate_fn, not in the loop; or "
@@ -117,11 +120,12 @@ class Parts:
         loading = _loading_of(seen, first)
         _refuse_batch_behind(loading, first)
         _refuse_other_optimizers(seen)
+        _refuse_optimizer_within(seen)
         _refuse_closure_of(seen)
         model = model_of(seen, first)
+        _refuse_untrained(seen, model)
         program = program_of(first, model)
         _refuse_unfollowed(program)
-        _refuse_untrained(seen, model)
         _refuse_clips(seen, model)
         return cls(command, seen, model, program, loading)
 
@@ -360,6 +364,44 @@ def _refuse_other_optimizers(seen: Seen) -> None:
             )
 
 
+def _refuse_optimizer_within(seen: Seen) -> None:
+    """Refuse an optimizer that steps another one, and may do more by itself after any step.
+
+    Which of the two torch says to step depends on how the outer one is made.
+    """
+    inner, outer, place = seen.optimizer, None, seen.stepped
+    for code, _, own, line in seen.frames:
+        value = own.get("self")
+        if value is not inner and _is_optimizer(value):
+            outer, place = value, ("", 0)
+        elif outer is not None and not place[0] and is_user_code(code.co_filename):
+            place = code.co_filename, line
+    if outer is None and (held := next(filter(_is_optimizer, _held_by(inner)), None)) is not None:
+        inner, outer = held, inner
+    if outer is not None:
+        raise CaptureError(
+            f"{at(place)}: {type(outer).__name__} steps another optimizer, {type(inner).__name__}",
+            hint="let the script make and step the inner one alone: what the outer one does "
+            "besides, such as averages of weights every few steps, is in no job; or write one "
+            "optimizer that does both",
+        )
+
+
+def _is_optimizer(value: Any) -> bool:
+    """Whether a value is an optimizer, or is used as one, and adds something of its own."""
+    if type(value).__module__.partition(".")[0] in _ADD_NOTHING:
+        return False
+    is_alike = all(callable(getattr(type(value), name, None)) for name in ("step", "zero_grad"))
+    return isinstance(value, Optimizer) or (is_alike and hasattr(value, "param_groups"))
+
+
+def _held_by(value: Any) -> Iterator[Any]:
+    for held in vars(value).values():
+        yield held
+        if isinstance(held, list | tuple | dict):
+            yield from held.values() if isinstance(held, dict) else held
+
+
 def _refuse_closure_of(seen: Seen) -> None:
     """Refuse an optimizer that computes the loss several times in a step."""
     if isinstance(seen.optimizer, torch.optim.LBFGS):
@@ -459,7 +501,7 @@ def _refuse_untrained(seen: Seen, model: nn.Module) -> None:
     for group in seen.optimizer.param_groups:
         for parameter in group["params"]:
             if id(parameter) not in held and parameter.requires_grad:
-                if parameter.grad is None:
+                if parameter.grad is None and id(parameter) not in seen.leaves:
                     continue  # of a module that this step does not use
                 raise CaptureError(
                     f"{at(seen.stepped)}: the optimizer trains a tensor of shape "
@@ -470,17 +512,30 @@ def _refuse_untrained(seen: Seen, model: nn.Module) -> None:
 
 def _refuse_clips(seen: Seen, model: nn.Module) -> None:
     """Refuse what ``training.clip_grad_norm`` does not do."""
-    trained = {id(p) for p in model.parameters() if id(p) in seen.zeros}
-    for clip in seen.clips:
-        limits = {each.limit for each in seen.clips}
+    stepped = {id(p) for group in seen.optimizer.param_groups for p in group["params"]}  # type: ignore[union-attr]
+    trained = {id(p) for p in model.parameters() if id(p) in seen.zeros} & stepped
+    clips = [each for each in seen.clips if not each.steps]
+    for clip in clips:
+        limits = {each.limit for each in clips}
         is_whole = trained <= {id(p) for p in clip.parameters}
-        if clip.kind == "norm" and clip.norm_type == 2.0 and is_whole and len(limits) == 1:
-            continue
-        raise CaptureError(
-            f"{at(clip.place)}: clips single values, another norm than that of squares, or "
-            "only some of the gradients",
-            hint="use torch.nn.utils.clip_grad_norm_(model.parameters(), limit)",
-        )
+        if clip.kind != "norm" or clip.norm_type != 2.0 or not is_whole or len(limits) > 1:
+            raise CaptureError(
+                f"{at(clip.place)}: clips single values, another norm than that of squares, or "
+                "only some of the gradients",
+                hint="use torch.nn.utils.clip_grad_norm_(model.parameters(), limit)",
+            )
+        if any(id(p) in seen.leaves and id(p) not in stepped for p in clip.parameters):
+            raise CaptureError(
+                f"{at(clip.place)}: the norm is also of gradients of parameters that the optimizer "
+                "does not have, and no job computes these",
+                hint="clip the parameters of the optimizer alone, or freeze the others by "
+                "requires_grad_(False)",
+            )
+        if clip.backwards < len(seen.recorder.recordings):
+            raise CaptureError(
+                f"{at(clip.place)}: clips gradients that a later backward() of the step adds to",
+                hint="clip them once, after the last backward() of a step and before step()",
+            )
 
 
 def _reset(seen: Seen, model: nn.Module) -> None:

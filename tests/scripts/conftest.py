@@ -200,6 +200,72 @@ REFUSED |= {
         "optimizer = torch.optim.LBFGS(model.parameters())",
     ),
 }
+LEAF = "scale = torch.ones(1, requires_grad=True)"
+TRAINED = "\noptimizer.add_param_group({'params': [scale]})"
+SCALED = "    loss = {} * {}\n    loss.backward()\n    optimizer.step()  # here\n    continue"
+AROUND = """
+class Around(torch.optim.Optimizer):
+    def __init__(self, inner):
+        {made}
+        self.inner, self.param_groups = inner, inner.param_groups
+    def zero_grad(self): self.inner.zero_grad()
+    def step(self): self.inner.step()
+optimizer = Around(optimizer)
+"""
+CLIPPED = "    nn.utils.clip_grad_norm_(model.parameters(), {})  # here"
+REFUSED |= {
+    "a trained tensor that is no parameter": Refused(
+        "the optimizer trains a tensor of shape [1]",
+        SCALED.format("criterion(model(x), y)", "scale"),
+        LEAF + TRAINED,
+    ),
+    "a trained tensor that functions change first": Refused(
+        "the optimizer trains a tensor of shape [1]",
+        "    factor = torch.exp(-scale)\n" + SCALED.format("criterion(model(x), y)", "factor"),
+        LEAF + TRAINED,
+    ),
+    "a trained tensor within a forward": Refused(
+        "the optimizer trains a tensor of shape [1]",
+        SCALED.format("criterion(net(x), y)", "1"),
+        f"{LEAF}{TRAINED}\nclass Net(nn.Sequential):\n"
+        "    def forward(self, x): return super().forward(x) * scale\nnet = Net(model)",
+    ),
+    "an optimizer around another, with groups of its own": Refused(
+        "Around steps another optimizer, SGD",
+        f"{BACKWARD}\n    optimizer.step()  # here",
+        AROUND.format(made="super().__init__(inner.param_groups, {})"),
+    ),
+    "an optimizer around another, with nothing of its own": Refused(
+        "Around steps another optimizer, SGD",
+        f"{BACKWARD}\n    optimizer.step()  # here",
+        AROUND.format(made=""),
+    ),
+    "clipped after each of several backwards": Refused(
+        "clips gradients that a later backward() of the step adds to",
+        f"{BACKWARD}\n{CLIPPED.format(0.1)}\n    step += 1\n    if step % 2: continue",
+        "step = 0",
+    ),
+    "clipped in later steps only": Refused(
+        "only step 2 clips gradients so (by norm, at 0.1)",
+        f"{BACKWARD}\n    if step:\n    {CLIPPED.format(0.1)}\n    step += 1",
+        "step = 0",
+    ),
+    "clipped in the first step only": Refused(
+        "only the first step clips gradients so (by norm, at 0.1)",
+        f"{BACKWARD}\n    if not step:\n    {CLIPPED.format(0.1)}\n    step += 1",
+        "step = 0",
+    ),
+    "clipped at another limit in a second epoch": Refused(
+        "only the first step of a second epoch clips gradients so (by norm, at 2)",
+        f"{BACKWARD}\n{CLIPPED.format('1 + epoch')}",
+        epochs=2,
+    ),
+    "clipped with what the optimizer does not have": Refused(
+        "the norm is also of gradients of parameters that the optimizer does not have",
+        f"{BACKWARD}\n{CLIPPED.format(0.1)}",
+        "optimizer = torch.optim.SGD(model[2].parameters(), 0.1)",
+    ),
+}
 CLOSURES = """
     def closure():
         loss = criterion(model(x), y)
@@ -216,6 +282,15 @@ CLOSURES = """
 """Two batches in a step, the second of them in a closure of the optimizer."""
 ALIKE = "    loss.backward()"
 FOLLOWED = {
+    "a tensor with a gradient that no optimizer has": Refused(
+        "", f"    loss = criterion(model(x), y) * scale\n{ALIKE}", LEAF
+    ),
+    "clipped, all that the optimizer has": Refused(
+        "",
+        f"    nn.utils.clip_grad_norm_(model.parameters(), 9)\n{BACKWARD}\n"
+        "    nn.utils.clip_grad_norm_(model[2].parameters(), 0.1)",
+        "optimizer = torch.optim.SGD(model[2].parameters(), 0.1)",
+    ),
     "evaluation in the loop, before the step": Refused(
         "",
         "    x = x.float()\n    if step % 2 == 0:\n        model.eval()\n"
