@@ -82,6 +82,8 @@ def plan_key(spec: JobSpec) -> str:
         training.append("reproducible")
     if spec.training.correct_delay:
         training.append("correct_delay")
+    if spec.data.drop_last:  # no batch is smaller than the others
+        training.append("drop_last")
     return _digest([_profiled(spec), pipeline, resources, cluster, order, training])
 
 
