@@ -35,6 +35,7 @@ _PIECE, _PATIENCE_MS = 4096, 1000
 """Bytes that a writable pipe accepts at once, and how long to wait until it is writable."""
 _STREAMS = (Path("/dev/fd"), Path("/proc/self/fd"))
 _VARIABLE = re.compile(r"\$(?:(\$)|([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\}|(\{))", re.ASCII)
+_HOME = re.compile(r"^(?:~[\w.-]+(?=/)|~(?=/|$))")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 """Half of a surrogate pair in JSON, which cannot be encoded as UTF-8."""
 
@@ -48,27 +49,64 @@ def expand_path(text: str) -> str:
     Raises:
         ValueError: a user or a variable is unknown; says which.
     """
+    user, slash, rest = text.partition("/")
+    if user.startswith("~"):
+        return f"{_home_of(user, text)}{slash}{_with_values(rest, text)}"
+    return _with_values(text, text)
+
+
+def expand_words(text: str, separator: str | None = None) -> str:
+    """A text that need not be a path, as a shell reads it; see :func:`expand_path`.
+
+    Args:
+        separator: after which a ``~`` stands for a home directory, as at the begin.
+
+    Raises:
+        ValueError: a user or a variable is unknown; does not say more of the text, which may be
+            secret.
+    """
+    words = _with_values(text, None)
+    return (separator or "").join(
+        _HOME.sub(lambda match: _home_of(match[0], match[0]), part)
+        for part in (words.split(separator) if separator else [words])
+    )
+
+
+def names_in(text: str) -> list[str]:
+    """The variables that :func:`expand_path` replaces in a text."""
+    return [match[2] or match[3] for match in _VARIABLE.finditer(text) if match[2] or match[3]]
+
+
+def _home_of(user: str, text: str) -> str:
+    home = os.path.expanduser(user)  # noqa: PTH111 - it may not be a path yet
+    if home == user:
+        raise ValueError(f"{text!r}: no home directory is known for {user}; write ./~ for a name")
+    return home
+
+
+def _with_values(text: str, whole: str | None) -> str:
+    """A text with the values of its variables.
+
+    Args:
+        whole: what messages show; None for the name of the variable alone.
+    """
 
     def value(match: re.Match[str]) -> str:
         dollar, plain, braced, other = match.groups()
         if dollar:
             return "$"
+        shown = match[0] if whole is None else whole
         if other:
-            raise ValueError(f"{text!r}: a variable is written $NAME or ${{NAME}}, and $ alone $$")
+            raise ValueError(f"{shown!r}: a variable is written $NAME or ${{NAME}}, and $ alone $$")
         name = plain or braced
         if not os.environ.get(name):
             state = "is empty" if name in os.environ else "is not set"
-            raise ValueError(f"{text!r}: the variable {name} {state}; set it, or write the path")
+            cure = "set it, or write the path"
+            if whole is None:
+                cure = "set it, or write $$ for a $"
+            raise ValueError(f"{shown!r}: the variable {name} {state}; {cure}")
         return os.environ[name]
 
-    user, slash, rest = text.partition("/")
-    if user.startswith("~"):
-        home = os.path.expanduser(user)  # noqa: PTH111 - it may not be a path yet
-        if home == user:
-            raise ValueError(
-                f"{text!r}: no home directory is known for {user}; write ./~ for a name"
-            )
-        return f"{home}{slash}{_VARIABLE.sub(value, rest)}"
     return _VARIABLE.sub(value, text)
 
 

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from pipectl.cli.console import note, plain, show
 from pipectl.errors import CaptureError
+from pipectl.files import escape_path
 from pipectl.spec import SpecFile
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def take_script(file: Path, arguments: Sequence[str], directory: Path) -> Taken:
     optimizer = [line for line in found.taken if line.what in ("optimizer", "schedule")]
     values = {
         "file": _seen_from(directory, file.resolve()),
-        "arguments": [*arguments],
+        "arguments": [escape_path(text) for text in arguments],  # the shell has expanded them
         "directory": "" if here == file.resolve().parent else _seen_from(directory, here),
         "drawn_between_epochs": found.drawn_between_epochs,
         "training": found.training,
@@ -114,7 +115,7 @@ def _output_of_script() -> Iterator[None]:
 
 def _seen_from(directory: Path, path: Path) -> str:
     """A path as written in a job in a directory."""
-    text = os.path.relpath(path, directory.resolve())
+    text = escape_path(os.path.relpath(path, directory.resolve()))
     return text if text.startswith("..") else f"./{text}"
 
 

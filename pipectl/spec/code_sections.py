@@ -106,7 +106,8 @@ class Script(types.Section):
     file: types.File
     """The Python file, relative to the spec file."""
     arguments: tuple[types.Value, ...] = ()
-    """Its arguments on the command line."""
+    """Its arguments on the command line. Variables in them, and a `~` at the begin, are replaced as
+    in paths."""
     directory: types.File | None = None
     """Its working directory, relative to the spec file; by default that of `file`."""
     drawn_between_epochs: types.Natural = 0

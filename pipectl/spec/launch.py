@@ -167,11 +167,13 @@ class Environment(types.Section):
     variables: types.Variables = Field(default_factory=dict)
     """Environment variables of all ranks, and of commands while they measure or verify the model. A
     profile is measured again if one changes that the job's Python files name, or that libraries
-    read which compute (such as `OMP_...`). They may contain secrets: they are written only to two
-    files of the run directory that nobody but its owner can read, to no script and no report.
-    `PYTHONHASHSEED` is the same in all processes of a run, so that they iterate over sets of texts
-    in one order: the number set here, else by the shell, else 0; `random` draws one for the run. A
-    resumed run keeps its number."""
+    read which compute (such as `OMP_...`). Variables in their values, and a `~` at the begin, are
+    replaced as in paths, by the command that reads the spec; what is to follow from the job itself,
+    such as `$PATH` after its modules, is a line of `setup`: `export PATH=/opt/bin:$PATH`. They may
+    contain secrets: they are written only to two files of the run directory that nobody but its
+    owner can read, to no script and no report. `PYTHONHASHSEED` is the same in all processes of a
+    run, so that they iterate over sets of texts in one order: the number set here, else by the
+    shell, else 0; `random` draws one for the run. A resumed run keeps its number."""
     container: Container | None = None
     """The container in which everything in the job runs except the launcher."""
 

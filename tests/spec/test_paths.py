@@ -20,7 +20,11 @@ tracking: {tensorboard: {directory: $STORE/$$t}, wandb: {dir: "~/w", project: "$
 optimizer: ~/code/own.py:adam
 pipeline: {schedule: $STORE/mine.csv}
 training: {steps: 1, batch_size: 1}
-environment: {container: {image: $STORE/image.sif, mounts: [~/d, "$STORE/e:/e"]}, setup: [cd ~]}
+environment:
+  container: {image: $STORE/image.sif, mounts: [~/d, "$STORE/e:/e"]}
+  setup: [cd ~]
+  variables: {A: "$STORE/a:~/a", B_PATH: "~/a:${STORE}/~:~", C: a$$b$1~/c, D: "~", E: "~x"}
+script: {file: ./t.py, arguments: ["--in", ~/in, "--out=$STORE/o", 1e-3, $$x]}
 output: {directory: $STORE/$$x/runs}
 cluster: ~/cluster.json
 """
@@ -63,6 +67,12 @@ def test_every_path_is_expanded_when_the_spec_is_read_and_stays_as_it_is(tmp_pat
     assert spec.tracking.tensorboard == {"directory": "/scratch/a b/$t"}
     assert spec.tracking.wandb == {"dir": "/home/me/w", "project": "$$p"}
     assert spec.environment.setup == ("cd ~",), "the shell's"
+    assert spec.environment.variables == {
+        "A": "/scratch/a b/a:~/a", "B_PATH": "/home/me/a:/scratch/a b/~:/home/me", "C": "a$b$1~/c",
+        "D": "/home/me", "E": "~x",
+    }  # fmt: skip
+    arguments = ("--in", "/home/me/in", "--out=/scratch/a b/o", "0.001", "$x")
+    assert spec.script.arguments == arguments
     again = tmp_path / "again.yaml"
     again.write_text(dump(spec))
     monkeypatch.setenv("HOME", "/elsewhere")
@@ -100,6 +110,27 @@ def test_nor_in_arguments(tmp_path, text):
     (tmp_path / "job.yaml").write_text(PATHS)
     with pytest.raises(SpecError, match=f"data.kwargs: .*{WRONG[text]}"):
         load(tmp_path / "job.yaml", [f"data.kwargs.root={text}"], sites=[], check_files=False)
+
+
+@pytest.mark.parametrize("text", [*WRONG, "secret:$UNKNOWN"])
+@pytest.mark.parametrize("key", ["environment.variables.X_PATH", "script.arguments"])
+def test_nor_in_variables_and_arguments_of_a_script(tmp_path, text, key):
+    """What else is in them may be secret."""
+    (tmp_path / "job.yaml").write_text(PATHS)
+    value = f'["{text}"]' if key == "script.arguments" else text
+    fault = WRONG.get(text, "the variable UNKNOWN is not set").partition(" ")[2]
+    with pytest.raises(SpecError, match=fault.partition(";")[0]) as raised:
+        load(tmp_path / "job.yaml", [f"{key}={value}"], sites=[], check_files=False)
+    assert "secret" not in raised.value.message
+
+
+def test_a_variable_that_is_to_contain_itself_is_refused(tmp_path, monkeypatch):
+    """It would contain what this shell has, not what the modules of the job give it."""
+    (tmp_path / "job.yaml").write_text(PATHS)
+    monkeypatch.setenv("MY_PATH", "/mine")
+    override = "environment.variables.MY_PATH=/opt:$MY_PATH"
+    with pytest.raises(SpecError, match=r"environment\.setup.*: export MY_PATH=\.\.\.\$MY_PATH"):
+        load(tmp_path / "job.yaml", [override], sites=[], check_files=False)
 
 
 @pytest.mark.parametrize("text", WRONG)
