@@ -14,6 +14,7 @@ from pipectl.script.findings import findings_of, steps_of
 from pipectl.script.later import compare_steps
 from pipectl.script.plain import own_losses
 from pipectl.script.trainings import later_trainings
+from pipectl.spec import load
 
 FIT = """
 def fit(model, rate, epochs):
@@ -254,13 +255,18 @@ for x, y in DataLoader(data, batch_size=2, collate_fn=padded):
 def test_init_refuses_what_no_rank_could_train(
     capfd, monkeypatch, beginning, tmp_path, text, words
 ):
-    """The job is written all the same, so that its keys can be changed."""
+    """The job is written all the same, so that its keys can be changed; what shells have expanded
+    stays as it is."""
     monkeypatch.setattr(script_steps, "compare_in_process", compare_steps)
-    monkeypatch.chdir(tmp_path)
-    command = written(tmp_path, beginning, text)
-    assert main(["init", "run", "--script", command.file, "--scheduler", "local"]) == 3
+    directory = tmp_path / "$work"
+    directory.mkdir()
+    monkeypatch.chdir(directory)
+    command = written(directory, beginning, text)
+    arguments = ["--script", command.file, "--scheduler", "local", "--", "$other"]
+    assert main(["init", "run", *arguments]) == 3
     assert re.search(words, capfd.readouterr().err)
-    assert (tmp_path / "run" / "job.yaml").exists()
+    job = load(directory / "run" / "job.yaml", sites=[])
+    assert (job.script.file, job.script.arguments) == (command.file, ("$other",))
 
 
 def test_batches_that_must_stay_whole_do_in_the_job(beginning, tmp_path):
