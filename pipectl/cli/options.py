@@ -97,7 +97,12 @@ def read_node_counts(texts: Sequence[str] | None) -> tuple[int, ...] | None:
 
 
 read_size = reader(parse_bytes)
-read_walltime = reader(parse_walltime)
+
+
+def check_walltime(text: str) -> str:
+    """The text of an option if it is a walltime: whether it has a unit may matter."""
+    reader(parse_walltime)(text)
+    return text
 
 
 def refuse(context: typer.Context, names: str, why: str, *, hint: str | None = None) -> None:

@@ -37,6 +37,7 @@ from pipectl.hash_seed import VARIABLE, hash_seed_of
 from pipectl.runs import TRAINING, RunDirectory, SweepDirectory, read_starts, stem_of
 from pipectl.runs.code import Code
 from pipectl.spec import JobSpec
+from pipectl.spec.types import WithoutUnit
 
 if TYPE_CHECKING:
     from pipectl.plan import Plan
@@ -213,12 +214,18 @@ def choose_scheduler(spec: JobSpec, name: str | None = None, *, must_answer: boo
             answer: its commands may be installed on a machine without a batch system.
 
     Raises:
-        UsageError: there is no batch system of this name.
+        UsageError: there is no batch system of this name, or the job's walltime has no unit and
+            may mean something else there.
     """
     name = name or spec.launch.scheduler
-    if name != AUTO:
-        return scheduler_class(name).name
-    name = find_scheduler()
+    is_named = name != AUTO
+    name = scheduler_class(name).name if is_named else find_scheduler()
+    walltime = spec.resources.walltime
+    if name == "pbs" and isinstance(walltime, WithoutUnit):
+        what, _, hint = walltime.ambiguity.partition("; ")
+        raise UsageError(f"resources.walltime: {what}", hint=hint)
+    if is_named:
+        return name
     if name == LOCAL or not must_answer:
         return name
     try:

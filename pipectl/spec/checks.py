@@ -33,7 +33,7 @@ from pipectl.spec.references import (
     parse,
     types_taken,
 )
-from pipectl.spec.types import SCHEDULE_SUFFIX
+from pipectl.spec.types import SCHEDULE_SUFFIX, WithoutUnit
 
 if TYPE_CHECKING:
     from pipectl.schedule.combinations import Feature
@@ -193,7 +193,8 @@ def _value_at(data: Any, path: Sequence[str | int]) -> Any:
 
 
 def _ambiguous_time(data: Mapping[str, Any]) -> Iterator[Finding]:
-    """A walltime without a unit, in a job that may be for PBS, or of whole hours in seconds."""
+    """A walltime without a unit, in a job that is for PBS, as far as the spec tells, or of whole
+    hours in seconds."""
     scheduler = _value_at(data, ("launch", "scheduler")) or "auto"
     only_pbs = bool(data.get("pbs")) and not data.get("slurm")
     is_pbs = scheduler == "pbs" or (scheduler == "auto" and only_pbs)
@@ -201,8 +202,7 @@ def _ambiguous_time(data: Mapping[str, Any]) -> Iterator[Finding]:
     if not isinstance(walltime, str) or not walltime.strip().isdecimal():
         return
     if is_pbs or (int(walltime) and int(walltime) % _HOUR_S == 0):
-        fault = f"{walltime} has no unit: for PBS it would be seconds, for sbatch minutes"
-        yield ("resources", "walltime"), f"{fault}; write {walltime}s or {walltime}m"
+        yield ("resources", "walltime"), WithoutUnit(60 * int(walltime)).ambiguity
 
 
 def _missing_files(files: Iterable[tuple[tuple[str | int, ...], Path]]) -> Iterator[Finding]:

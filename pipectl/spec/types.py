@@ -24,7 +24,9 @@ from pydantic import (
     StrictFloat,
     StrictInt,
     ValidationInfo,
+    ValidatorFunctionWrapHandler,
     WithJsonSchema,
+    WrapValidator,
     model_validator,
 )
 from pydantic_core import core_schema
@@ -111,6 +113,24 @@ def _quantity(parse: Callable[[str], int]) -> BeforeValidator:
         raise ValueError
 
     return BeforeValidator(read)
+
+
+class WithoutUnit(int):
+    """Seconds that were written as a number without a unit, which was taken for minutes."""
+
+    @property
+    def ambiguity(self) -> str:
+        """What it may mean, and what to write."""
+        number = self // 60
+        return (
+            f"{number} has no unit: for PBS it would be seconds, for sbatch minutes; "
+            f"write {number}s or {number}m"
+        )
+
+
+def _note_unit(value: Any, read: ValidatorFunctionWrapHandler) -> int:
+    seconds: int = read(value)
+    return WithoutUnit(seconds) if str(value).strip().isdecimal() else seconds
 
 
 def _read_memory(value: Any) -> int:
@@ -318,7 +338,10 @@ _Clock = Annotated[int, Field(ge=1, le=_MAX), PlainSerializer(format_clock)]
 Seconds = Annotated[_Clock, _quantity(parse_duration), _json("a duration such as 01:30:00 or 90m")]
 LeadTime = Annotated[Seconds, BeforeValidator(_short_with_unit), AfterValidator(_lead_time)]
 Walltime = Annotated[
-    _Clock, _quantity(parse_walltime), _json("a time such as 01:30:00, 90m or 90 (minutes)")
+    _Clock,
+    _quantity(parse_walltime),
+    WrapValidator(_note_unit),
+    _json("a time such as 01:30:00, 90m or 90 (minutes)"),
 ]
 Text = Annotated[str, AfterValidator(_nonempty_line)]
 """One line."""

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from pipectl.batch.launchers import MpiChoice
+from pipectl.cli import main
 from pipectl.cluster import assumed_cluster
 from pipectl.errors import UsageError
 from pipectl.jobs.corrections import correct_profile
 from pipectl.jobs.environment import note_of_modules
-from pipectl.jobs.job import fit_to_allocation, make_job
+from pipectl.jobs.job import choose_scheduler, fit_to_allocation, make_job
 from pipectl.jobs.output import cluster_file_key, cluster_path, find_cluster
 from pipectl.jobs.planning import gather, make_plan_request
 from pipectl.jobs.prepare import prepare
@@ -83,6 +84,26 @@ def test_of_a_range_of_nodes_a_job_gets_what_there_is(spec, write_job, monkeypat
         assert fit_to_allocation(spec, "local").resources.nodes == nodes
     assert fit_to_allocation(spec, "pbs").resources.nodes == 5
     assert str(fit_to_allocation(spec, "slurm").resources.nodes) == "2-5"
+
+
+def test_a_walltime_that_pbs_would_read_otherwise_is_refused_wherever_pbs_is_chosen(
+    write_job, monkeypatch, capsys
+):
+    """The job does not say that it is for PBS."""
+    text, words = "resources: {walltime: 1800}", "1800 has no unit: for PBS it would be seconds"
+    for name in (None, "pbs"):
+        monkeypatch.setattr("pipectl.jobs.job.find_scheduler", lambda: "pbs")
+        with pytest.raises(UsageError, match=words) as raised:
+            choose_scheduler(load(write_job(text)), name)
+        assert raised.value.hint == "write 1800s or 1800m"
+        for unit in ("s", "m"):
+            spec = load(write_job(text.replace("1800", f"1800{unit}")))
+            assert choose_scheduler(spec, name) == "pbs"
+    assert choose_scheduler(load(write_job(text)), "slurm") == "slurm"
+    code = ("--set", "model.factory=torch.nn:Identity", "--set", "data.factory=torch:ones")
+    command = ["submit", str(write_job()), "--scheduler", "pbs", "--dry-run", *code, "-t", "1800"]
+    assert main(command) == 2
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("scheduler", ["slurm", "local"])

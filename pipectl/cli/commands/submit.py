@@ -79,11 +79,11 @@ def command(
         "NAME", "Account to charge (slurm.account or pbs.account).", "-A", "--account"
     ),
     nodes: Any = opt.NODES,
-    walltime: int | None = opt.value(
+    walltime: str | None = opt.value(
         "TIME",
         "Time limit; a number alone is minutes (resources.walltime).",
         *("-t", "--time"),
-        parser=opt.read_walltime,
+        parser=opt.check_walltime,
     ),
     gres: str | None = opt.value(
         "GRES", "gpu[:TYPE][:N] sets resources.gpus_per_node; others set slurm.options.gres."
@@ -101,7 +101,7 @@ def command(
     gres_settings = _gres_settings(gres or "")
     values = {
         "resources.nodes": nodes,
-        "resources.walltime": walltime and f"{walltime}s",
+        "resources.walltime": walltime,
         **gres_settings,
         "slurm.partition": partition,
         "slurm.account": account,
