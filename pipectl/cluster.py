@@ -259,6 +259,15 @@ class Cluster(DataFile):
 
         return self._with_devices(larger)
 
+    def with_memory_limit(self, limit_bytes: int) -> Cluster:
+        """Return the cluster whose devices have this memory, or what they have if that is less."""
+
+        def limited(device: Device) -> Device:
+            memory = device.memory_bytes
+            return replace(device, memory_bytes=min(memory or limit_bytes, limit_bytes))
+
+        return self._with_devices(limited)
+
     def with_unlimited_memory(self) -> Cluster:
         """Return the cluster with unlimited memory per device."""
         return self._with_devices(lambda device: replace(device, memory_bytes=None))

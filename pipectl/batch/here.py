@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from pipectl.batch import get_scheduler, queued_systems
 from pipectl.batch.limits import Misfit, Queue
@@ -15,8 +16,12 @@ from pipectl.batch.local import LocalScheduler
 from pipectl.batch.request import JobRequest
 from pipectl.batch.scheduler import QUEUES_TIMEOUT_S, Allocation, Scheduler
 from pipectl.batch.script import render_script
+from pipectl.control_groups import memory_of_machine
 from pipectl.errors import InvalidInputError, SchedulerError
 from pipectl.units import plural
+
+if TYPE_CHECKING:
+    from pipectl.spec import JobSpec
 
 _GRACE_S = 40.0
 """Slurm waits for 30 s by default before it kills the ranks of a step."""
@@ -106,6 +111,13 @@ class HereScheduler(LocalScheduler):
 
     def walltime_of(self, request: JobRequest) -> int | None:
         return _left_s(request)
+
+    def memory_of_rank(self, spec: JobSpec) -> int | None:
+        system, allocation = find_allocation()
+        sizes = [system.memory_of_node(allocation)]
+        sizes += [memory_of_machine()] if allocation.is_on_node else []
+        known = [size for size in sizes if size]
+        return min(known) // spec.resources.tasks_per_node if known else None
 
     @property
     def system_of_nodes(self) -> str:

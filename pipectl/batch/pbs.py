@@ -37,6 +37,7 @@ from pipectl.directives import PBS_GPUS, SELECT_COUNT, options_of
 from pipectl.errors import InvalidInputError, SchedulerError
 
 if TYPE_CHECKING:
+    from pipectl.spec import JobSpec
     from pipectl.spec.launch import Launch
 
 _UNKNOWN_ID, _FINISHED, _REJECTED_BY_HOOK = 153, 35, 32
@@ -164,6 +165,25 @@ class PbsScheduler(CommandLineScheduler):
             ) from None
         nodes = tuple(dict.fromkeys(lines))
         return Allocation(job_id, nodes, lines.count(nodes[0]), is_on_node=True) if nodes else None
+
+    def memory_of_rank(self, spec: JobSpec) -> int | None:
+        """See :meth:`Scheduler.memory_of_rank`; totals are those of all nodes."""
+        own, resources = spec.pbs.select, spec.resources
+        lists = [own] if own else []
+        if own is False:
+            lists = [text for _, text in options_of("l", spec.pbs.options.get("l", False)) if text]
+        found = (re.search(r"(?:^|[:,])mem=([^:,+]+)", text, re.IGNORECASE) for text in lists)
+        size = next((_bytes_of(match[1]) for match in found if match), None)
+        return size and size // (resources.ranks if own is False else resources.tasks_per_node)
+
+    def memory_of_node(self, allocation: Allocation) -> int | None:
+        with suppress(SchedulerError):
+            jobs = parse_blocks(self._ask("qstat", "-f", allocation.job_id).stdout)
+            size = next(
+                (_bytes_of(job.get("Resource_List.mem", "")) for job in jobs.values()), None
+            )
+            return size and size // len(allocation.nodes)
+        return None
 
     def _describe_tag(self, tag: str) -> str:
         return f"whose name ends in {name_suffix(tag)!r}"
@@ -513,7 +533,12 @@ def _is_for_user(queue: Mapping[str, str]) -> bool:
 
 
 def _memory(fields: dict[str, str]) -> int | None:
-    size = _SIZE.fullmatch(fields.get("resources_available.mem", "").lower())
+    return _bytes_of(fields.get("resources_available.mem", ""))
+
+
+def _bytes_of(text: str) -> int | None:
+    """Return the bytes of a size of PBS; None if it is none."""
+    size = _SIZE.fullmatch(text.lower())
     return None if size is None else int(size[1]) * 1024 ** "bkmgt".index(size[2] or "b")
 
 

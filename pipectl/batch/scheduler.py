@@ -25,6 +25,7 @@ from pipectl.older_python import StrEnum
 from pipectl.units import parse_duration
 
 if TYPE_CHECKING:
+    from pipectl.spec import JobSpec
     from pipectl.spec.launch import Launch
 
 CLOCK_SKEW_S = 60.0
@@ -112,6 +113,7 @@ class Allocation:
         tasks_per_node: what it was asked for.
         is_on_node: whether this machine is one of its nodes.
         cores: what it has on each of its nodes; empty if that is not known.
+        memory_bytes: what it has on each node; None if that is not known.
     """
 
     job_id: str
@@ -119,6 +121,7 @@ class Allocation:
     tasks_per_node: int
     is_on_node: bool
     cores: tuple[int, ...] = ()
+    memory_bytes: int | None = None
 
 
 class Scheduler(ABC):
@@ -186,6 +189,15 @@ class Scheduler(ABC):
     def system_of_nodes(self) -> str:
         """Name of the batch system whose nodes the jobs run on."""
         return self.name
+
+    def memory_of_rank(self, spec: JobSpec) -> int | None:  # noqa: ARG002
+        """Return the bytes of a rank of a job, as far as others than ``resources.memory_per_node``
+        say how many: options of the system, or an allocation. None if they do not."""
+        return None
+
+    def memory_of_node(self, allocation: Allocation) -> int | None:
+        """Return the bytes that an allocation has on each node; None if that is not known."""
+        return allocation.memory_bytes
 
     @abstractmethod
     def submit(self, script: Path, request: JobRequest) -> str:

@@ -48,10 +48,11 @@ from pipectl.batch.slurm_output import (
     parse_start,
     with_cluster,
 )
-from pipectl.directives import SBATCH, find_option
+from pipectl.directives import SBATCH, Value, find_option
 from pipectl.errors import SchedulerError, UsageError
 
 if TYPE_CHECKING:
+    from pipectl.spec import JobSpec
     from pipectl.spec.launch import Launch
 
 _SQUEUE = ("-h", "-r", "-t", "all", "-o", SQUEUE_FORMAT)
@@ -66,6 +67,7 @@ _LIFTING = ("--qos -q", "--reservation")
 """Options with which other limits may hold than those of a partition."""
 _HARMLESS = ("--clusters -M", "--comment", "--mail-type", "--mail-user", "--nice", "--wckey")
 """Options that do not matter for where a job can run."""
+_SIZE = re.compile(r"([0-9]{1,15})([KMGT]?)B?")
 _ID = re.compile(r"[0-9]{1,18}(_[0-9]{1,9})?(;[A-Za-z0-9_.-]+)?")
 """Of a job, as a record has it."""
 
@@ -134,7 +136,17 @@ class SlurmScheduler(CommandLineScheduler):
         found = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
         cores = [int(count) for count, times in found for _ in range(int(times or 1))]
         is_on_node = "SLURMD_NODENAME" in os.environ
-        return Allocation(job_id, tuple(nodes), tasks, is_on_node, tuple(cores))
+        mib = number_of(os.environ.get("SLURM_MEM_PER_NODE", ""))
+        mib = mib or number_of(os.environ.get("SLURM_MEM_PER_CPU", "")) * min(cores, default=0)
+        memory = mib * 2**20 or None
+        return Allocation(job_id, tuple(nodes), tasks, is_on_node, tuple(cores), memory)
+
+    def memory_of_rank(self, spec: JobSpec) -> int | None:
+        options, resources = spec.slurm.options, spec.resources
+        if size := _bytes_of(options.get("mem", "")):
+            return size // resources.tasks_per_node
+        cores = 1 if "cpus-per-task" in options else resources.cpus_per_task
+        return _bytes_of(options.get("mem-per-cpu", "")) * cores or None
 
     def _describe_tag(self, tag: str) -> str:
         return f"with the tag {tag!r} in its comment or name"
@@ -428,6 +440,13 @@ def _is_simple(request: JobRequest) -> bool:
         and is_single
         and all(find_option(SBATCH, {name: value}, _HARMLESS) for name, value in options.items())
     )
+
+
+def _bytes_of(value: Value) -> int:
+    """Return the bytes that an option of sbatch asks for; 0 if they are not known, which also
+    sbatch takes as all that there are."""
+    match = _SIZE.fullmatch(value.strip().upper()) if isinstance(value, str) else None
+    return 0 if match is None else int(match[1]) * 1024 ** " KMGT".index(match[2] or "M")
 
 
 def _are_several(clusters: str) -> bool:

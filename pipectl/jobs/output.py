@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pipectl.batch import LOCAL, get_scheduler
 from pipectl.cluster import Cluster, assumed_cluster
+from pipectl.control_groups import memory_of_machine
 from pipectl.errors import MismatchError
 from pipectl.files import is_of_another
 from pipectl.peaks import peak_flops_per_s
@@ -103,10 +104,24 @@ class ClusterChoice(NamedTuple):
 def find_cluster(spec: JobSpec, scheduler: str) -> ClusterChoice:
     """Find the described cluster, else the measured one if it is up to date, else an assumed one.
 
+    Its ranks have no more memory than options of the batch system, or an allocation, give them.
+
     Raises:
         MismatchError: the described cluster has another number of ranks than the resources.
         DataFileError: a cluster description cannot be read.
     """
+    choice = _find_cluster(spec, scheduler)
+    if spec.resources.gpus_per_node:  # it is not what ranks compute in
+        return choice
+    limit = get_scheduler(scheduler).memory_of_rank(spec)
+    return (
+        choice
+        if limit is None
+        else choice._replace(cluster=choice.cluster.with_memory_limit(limit))
+    )
+
+
+def _find_cluster(spec: JobSpec, scheduler: str) -> ClusterChoice:
     resources = spec.resources
     if spec.cluster is not None:
         path = Path(spec.cluster)
@@ -121,7 +136,7 @@ def find_cluster(spec: JobSpec, scheduler: str) -> ClusterChoice:
         usable = len(os.sched_getaffinity(0))
         cores = max(1, usable // resources.cpus_per_task)
         shares_memory = resources.shares_machine_memory
-        memory = memory_of_this_machine() // resources.ranks if shares_memory else None
+        memory = memory_of_machine() // resources.ranks if shares_memory else None
         cluster = assumed_cluster("this machine", [resources.ranks], cores, memory)
         assumed = replace(cluster, source=f"assumed: shared memory, {usable} usable cores")
     else:
@@ -143,11 +158,6 @@ def find_cluster(spec: JobSpec, scheduler: str) -> ClusterChoice:
         warning = f"{path} was measured before environment.setup was changed; it is used; {_AGAIN}"
         return ClusterChoice(measured_cluster, path, "" if key in (None, now) else warning)
     return ClusterChoice(assumed, warning=f"{path} {fault}; it is not used; {_AGAIN}")
-
-
-def memory_of_this_machine() -> int:
-    """In bytes."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def read_profile(spec: JobSpec, path: Path) -> Profile | None:

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from pipectl.control_groups import groups_of
 from pipectl.runs import LostTo
 from pipectl.runtime.clock import machine
 from pipectl.runtime.waiting import gather_all
@@ -152,7 +153,7 @@ class ProcessorMeter:
         self._ranks = ranks
         self._cores = {f"cpu{core}" for core in cores}
         self._proc = root / "proc"
-        self._groups = [path for path in _groups(root) if _limit_of(path) is not None]
+        self._groups = [path for path in groups_of("cpu", root) if _limit_of(path) is not None]
         self._own_s = dict.fromkeys(ranks, 0.0)
         """Processor time of ranks and their children, by process."""
         self._last = ProcessorShare()
@@ -235,29 +236,6 @@ class ProcessorMeter:
         found = family - self._own_s.keys()
         self._own_s.update(dict.fromkeys(found, 0.0))
         return bool(found)
-
-
-def _groups(root: Path) -> Iterator[Path]:
-    """Directories of the control groups of this process that may limit its processor time."""
-    with suppress(OSError, ValueError, LookupError):
-        of_controller = {}
-        for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-            _, controllers, group = line.split(":", 2)
-            of_controller.update(dict.fromkeys(controllers.split(","), group))
-        for line in (root / "proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
-            left, _, right = line.partition(" - ")
-            top, mount = left.split()[3:5]
-            kind, _, options = right.split()[:3]
-            if kind == "cgroup2":
-                group = of_controller.get("", "")
-            elif kind == "cgroup" and "cpu" in options.split(","):
-                group = of_controller.get("cpu", "")
-            else:
-                continue
-            inner = Path(group)
-            inner = inner.relative_to(top) if inner.is_relative_to(top) else Path()
-            base = root / mount.lstrip("/")
-            yield from (base / part for part in (inner, *inner.parents))
 
 
 def _limit_of(group: Path) -> Limit | None:

@@ -2,13 +2,14 @@
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from pipectl.batch import Array, JobState, get_scheduler
 from pipectl.errors import InvalidInputError, SchedulerError
 from pipectl.runs import RunDirectory, read_exit_code
-from pipectl.spec.launch import Container
+from pipectl.spec.launch import Container, Resources
 from pipectl.spec.models import Checkpoint
 from tests.batch.fakes import FakeCommands
 from tests.batch.job_requests import change, wait_until
@@ -37,11 +38,12 @@ def system(request, tmp_path, monkeypatch):
         found = {
             "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_NNODES": "1",
             "SLURM_TASKS_PER_NODE": "4(x3)", "SLURM_STEP_ID": "0", "PMI_RANK": "0",
-            "SLURMD_NODENAME": "n1",
+            "SLURMD_NODENAME": "n1", "SLURM_MEM_PER_NODE": "4096",
         }  # fmt: skip
     else:
         began = time.strftime("%a %b %d %H:%M:%S %Y", time.localtime(now))
         fields = {"job_state": "R", "stime": began, "Resource_List.walltime": "01:00:00"}
+        fields["Resource_List.mem"] = "12gb"
         lines = [f"    {name} = {value}" for name, value in fields.items()]
         fakes.answer("qstat", "\n".join(["Job Id: 7.s1", *lines, ""]))
         (tmp_path / "nodes").write_text("n1\n" * 4 + "n2\n" * 4 + "n3\n" * 4)
@@ -49,6 +51,15 @@ def system(request, tmp_path, monkeypatch):
     for name, value in found.items():
         monkeypatch.setenv(name, value)
     return request.param
+
+
+@pytest.mark.parametrize(("machine", "share"), [(9, 1), (2, 0.5)])
+def test_ranks_share_the_memory_of_the_allocation(system, monkeypatch, machine, share):
+    """Or what this machine, which is one of its nodes, has for it."""
+    monkeypatch.setattr("pipectl.batch.here.memory_of_machine", lambda: machine * 2**30)
+    spec = SimpleNamespace(resources=Resources(tasks_per_node=4))
+    memory = get_scheduler("here").memory_of_rank(spec)
+    assert memory == share * 2**30
 
 
 def test_ranks_are_started_over_the_nodes_of_the_allocation(system, make_request, tmp_path):

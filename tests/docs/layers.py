@@ -13,8 +13,8 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "pipectl"
 
 LAYERS = (
-    "arrays compiled faults units fields files libraries errors versions directives hash_seed "
-    "older_python sorting",
+    "arrays compiled control_groups faults units fields files libraries errors versions directives "
+    "hash_seed older_python sorting",
     "profile profile_parts plan lanes cluster link peaks timeline rehearsal",
     "planner spec simulate schedule",
     "batch report runs watch",

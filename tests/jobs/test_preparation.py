@@ -76,6 +76,40 @@ def test_what_is_assumed_of_an_allocation_and_of_this_machine(spec, write_job, m
     assert spec.resources.memory_per_rank() is None
 
 
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "section", "memory"),
+    [
+        ("slurm", "slurm: {options: {mem: 3G}}", GIB),
+        ("slurm", "slurm: {options: {mem: '3072'}}", GIB),
+        ("slurm", "slurm: {options: {mem: 0}}", None),
+        ("slurm", "slurm: {options: {mem: false}}", None),
+        ("slurm", "slurm: {options: {mem-per-cpu: 512MB}}", GIB),
+        ("slurm", "pbs: {select: mem=3gb}", None),
+        ("local", "slurm: {options: {mem: 3G}}", 2 * GIB),
+        ("pbs", "pbs: {select: '2:ncpus=6:mem=3gb'}", GIB),
+        ("pbs", "pbs: {select: 'model=x:MEM=3072mb'}", GIB),
+        ("pbs", "pbs: {select: false, options: {l: [place=excl, mem=6gb]}}", GIB),
+        ("pbs", "pbs: {select: vmem=3gb}", None),
+    ],
+)
+def test_memory_that_options_of_the_batch_system_ask_for_is_a_limit(
+    write_job, monkeypatch, tmp_path, scheduler, section, memory
+):
+    """On this machine, it is what a control group leaves; whatever describes the cluster."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pipectl.jobs.output.memory_of_machine", lambda: 12 * GIB)
+    job = write_job(RESOURCES.replace(", memory_per_node: 6GiB", ""), section)
+    assert find_cluster(load(job), scheduler).cluster.device(0).memory_bytes == memory
+    assumed_cluster("described", [3, 3], 1, None).save(Path("described.json"))
+    described = find_cluster(load(job, ["cluster=described.json"]), scheduler).cluster
+    assert described.device(0).memory_bytes == (None if scheduler == "local" else memory)
+    gpus = ["resources.gpus_per_node=3"]
+    assert find_cluster(load(job, gpus), scheduler).cluster.device(0).memory_bytes is None
+
+
 def test_of_a_range_of_nodes_a_job_gets_what_there_is(spec, write_job, monkeypatch):
     """``tasks_per_node x cpus_per_task`` cores of this machine are a node."""
     spec = load(write_job(RESOURCES.replace("nodes: 2", "nodes: 2-5")))

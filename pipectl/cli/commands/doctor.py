@@ -31,9 +31,9 @@ from pipectl.batch.launchers import (
 from pipectl.cli import options as opt
 from pipectl.cli.console import labels, note, say_json, show
 from pipectl.cli.submission import describe_job, follow
+from pipectl.control_groups import memory_of_machine
 from pipectl.errors import PipectlError, SchedulerError
 from pipectl.jobs.job import choose_scheduler, fit_to_allocation
-from pipectl.jobs.output import memory_of_this_machine
 from pipectl.jobs.rows import request_of_two
 from pipectl.runs.readers import AS_ROOT, HINT_OF_ROOT
 from pipectl.spec import JobSpec, load
@@ -264,7 +264,7 @@ def _can_lock(path: Path) -> bool:
 
 def _check_machine() -> Iterator[Finding]:
     """Check cores, memory and compiler."""
-    cores, memory = len(os.sched_getaffinity(0)), memory_of_this_machine()
+    cores, memory = len(os.sched_getaffinity(0)), memory_of_machine()
     yield assess("machine", f"{cores} cores, {format_bytes(memory)} of memory")
     with suppress(OSError):
         shared = shutil.disk_usage("/dev/shm").total

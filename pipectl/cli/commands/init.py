@@ -24,9 +24,9 @@ from pipectl.batch import (
 from pipectl.cli import options as opt
 from pipectl.cli.console import note, say
 from pipectl.cli.from_script import take_script, try_script
+from pipectl.control_groups import memory_of_machine
 from pipectl.errors import SchedulerError, SpecError, UsageError
 from pipectl.files import make_directory_of, write_json, write_text
-from pipectl.jobs.output import memory_of_this_machine
 from pipectl.spec import SpecFile
 from pipectl.spec.launch import Resources
 from pipectl.spec.references import fault_of, parse
@@ -120,7 +120,7 @@ def command(
         )
     queue = _choose_queue(queues, partition)
     resources = _propose_resources(queue)
-    node_bytes = memory_of_this_machine() if batch_system == LOCAL else queue.memory_bytes
+    node_bytes = memory_of_machine() if batch_system == LOCAL else queue.memory_bytes
     share = resources.memory_per_rank(node_bytes)
     text = _render_job(
         name=_name_of_job(model if script is None else f"{script}:"),

@@ -18,6 +18,7 @@ from pathlib import Path
 from mpi4py import MPI
 
 from pipectl.cluster import ASSUMED_BETWEEN, ASSUMED_WITHIN, Cluster, Device, Node
+from pipectl.control_groups import memory_of_machine
 from pipectl.errors import MismatchError, PipectlError
 from pipectl.files import write_text
 from pipectl.link import RowTimes
@@ -41,7 +42,7 @@ class RankPlace:
         node: the batch system's name of the node.
         host: the machine's own name; virtual nodes share one.
         cores: that the rank may use.
-        memory_bytes: of the machine.
+        memory_bytes: that its node has for the job.
     """
 
     node: str
@@ -56,7 +57,7 @@ class RankPlace:
             node=node_name(),
             host=socket.gethostname(),
             cores=frozenset(os.sched_getaffinity(0)),
-            memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            memory_bytes=memory_of_machine(),
         )
 
 
