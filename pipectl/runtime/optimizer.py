@@ -5,7 +5,9 @@ If each rank holds some of the parameters, an optimizer must update each paramet
 
 Optimizer state is saved by parameter name, so that another cut of the model can load it. Each
 parameter has a dictionary: mostly tensors and numbers, some inside lists and nested dictionaries.
-It is saved as JSON in which tensors are named.
+It is saved as JSON in which tensors are named. Files hold tensors in the order of their indices;
+in memory most have the strides of their parameter, and kernels go over both without looking at
+these (`fused`). So strides come back, too.
 """
 
 from __future__ import annotations
@@ -317,7 +319,7 @@ def state_of(
     """
     tensors: dict[str, Tensor] = {}
     states = {
-        name: _encoded(optimizer.state[parameter], name, tensors)
+        name: _encoded(optimizer.state[parameter], name, parameter, tensors)
         for name, parameter in parameters.items()
         if parameter in optimizer.state
     }
@@ -337,10 +339,15 @@ def restore_state(
         tensor: returns one of its tensors by name, on the CPU.
     """
 
-    def placed(name: str) -> Tensor:
+    def placed(name: str, strides: Sequence[int] | None) -> Tensor:
         stored, key = tensor(name), name.rpartition("/")[2]
         on_host = not stored.dim() and _counts_on_host(optimizer, parameter, key)
-        return stored if on_host else stored.to(parameter.device)
+        device = stored.device if on_host else parameter.device
+        strides = _usual_strides(stored, parameter) if strides is None else tuple(strides)
+        if stored.stride() == strides:
+            return stored.to(device)
+        blank = torch.empty_strided(stored.shape, strides, dtype=stored.dtype, device=device)
+        return blank.copy_(stored)
 
     optimizer.state[parameter] = _decoded(state, placed)
 
@@ -442,19 +449,27 @@ def _counts_on_host(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, k
     return not (group.get("capturable") or group.get("fused"))
 
 
-def _encoded(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+def _encoded(value: Any, path: str, parameter: nn.Parameter, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor) and value.dtype in CODES:
         tensors[path] = value.detach()
-        return {_TENSOR: path}
+        strides = _strides(value)
+        is_usual = strides == _usual_strides(value, parameter)
+        return {_TENSOR: path if is_usual else [path, *strides]}
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else {_FLOAT: str(value)}
     if isinstance(value, list | tuple):
-        items = [_encoded(item, f"{path}/{index}", tensors) for index, item in enumerate(value)]
+        items = [
+            _encoded(item, f"{path}/{index}", parameter, tensors)
+            for index, item in enumerate(value)
+        ]
         return items if isinstance(value, list) else {_TUPLE: items}
     if isinstance(value, dict) and all(isinstance(key, str | int) for key in value):
-        pairs = [[key, _encoded(item, f"{path}/{key}", tensors)] for key, item in value.items()]
+        pairs = [
+            [key, _encoded(item, f"{path}/{key}", parameter, tensors)]
+            for key, item in value.items()
+        ]
         return {_DICT: pairs}
     of = f" of {value.dtype}" if isinstance(value, Tensor) else ""
     raise CaptureError(
@@ -464,14 +479,25 @@ def _encoded(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     )
 
 
-def _decoded(value: Any, tensor: Callable[[str], Tensor]) -> Any:
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    """Those of a copy of a tensor: in its order, without gaps or repeated elements."""
+    return torch.empty_like(tensor, device="meta").stride()
+
+
+def _usual_strides(tensor: Tensor, parameter: nn.Parameter) -> tuple[int, ...]:
+    """Those of most states: as the parameter's, if the sizes are."""
+    is_like = tensor.shape == parameter.shape
+    return _strides(parameter if is_like else torch.empty(tensor.shape, device="meta"))
+
+
+def _decoded(value: Any, tensor: Callable[[str, Sequence[int] | None], Tensor]) -> Any:
     if isinstance(value, list):
         return [_decoded(item, tensor) for item in value]
     if not isinstance(value, dict):
         return value
     ((kind, inner),) = value.items()
     if kind == _TENSOR:
-        return tensor(inner)
+        return tensor(inner, None) if isinstance(inner, str) else tensor(inner[0], inner[1:])
     if kind == _FLOAT:
         return float(inner)
     if kind == _TUPLE:

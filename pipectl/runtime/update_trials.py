@@ -66,7 +66,8 @@ _ROUNDING = 100.0
 _DRAWN = 1e5
 """Rounding of an optimizer that draws random numbers, in units of the last place of a change."""
 _Sample = Mapping[str, Tensor]
-"""Trial parameters by the names of real ones: of their shape and type, without values."""
+"""Trial parameters by the names of real ones: of their form, type and order in memory, without
+values."""
 
 
 def refuse_coupled_updates(job: CapturedJob, device: torch.device) -> None:
@@ -201,13 +202,15 @@ def _samples(job: CapturedJob, dtypes: Sequence[torch.dtype | None]) -> Iterator
             chosen[name] = tensor
     for limit, dtype in zip(_MAX_SIZES, dtypes, strict=True):
         yield {
-            name: torch.empty(
-                [min(size, limit) for size in tensor.shape],
-                dtype=dtype or tensor.dtype,
-                device="meta",
-            )
+            name: torch.empty_like(_narrow(tensor, limit), dtype=dtype or tensor.dtype)
             for name, tensor in chosen.items()
         }
+
+
+def _narrow(tensor: Tensor, limit: int) -> Tensor:
+    """The first elements of a tensor in each dimension, without values."""
+    whole = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return whole[tuple(slice(limit) for _ in tensor.shape)]
 
 
 def _updates(
@@ -340,7 +343,7 @@ class _Gradients:
         """Random values of the parameter's shape."""
         shape, dtype = self._like.shape, torch.float64
         values = torch.randn(shape, generator=self._generator, dtype=dtype)
-        return values.to(self._device, self._like.dtype)
+        return torch.empty_like(self._like, device=self._device).copy_(values)
 
     def of(self, phase: _Phase) -> Tensor:
         """The gradient of the next step."""
@@ -382,7 +385,8 @@ def _made_anew(
     of this one has.
     """
     tensors, states = state_of(optimizer, parameters)
-    saved = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+    in_order = torch.contiguous_format  # as in a file
+    saved = {n: t.detach().cpu().clone(memory_format=in_order) for n, t in tensors.items()}
     others = {name: nn.Parameter(each.detach().clone()) for name, each in parameters.items()}
     made = _made(job, others)
     new: Any = made.optimizer

@@ -208,6 +208,15 @@ class Model(nn.Module):
         return self.head(self.layers(x)).view(-1, 3, 4)
 
 
+class Turned(Model):
+    """Weights that are views of transposed ones."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        for layer in (*(part[0] for part in self.layers), self.head):
+            layer.weight.data = layer.weight.data.mT.contiguous().mT
+
+
 class Unseeded(Model):
     """By numbers in a plain attribute that no seed gives."""
 

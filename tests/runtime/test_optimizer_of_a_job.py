@@ -39,6 +39,14 @@ def build() -> nn.Module:
     return model
 
 
+def turned() -> nn.Module:
+    """Weights that are views of transposed ones, as those of images with channels last are."""
+    model = build()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.mT.contiguous().mT if parameter.dim() > 1 else parameter
+    return model
+
+
 def plateau(optimizer: Any, patience: int) -> Any:
     return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=patience)
 
@@ -492,6 +500,15 @@ def test_an_optimizer_that_keeps_the_memory_of_parameters_has_no_older_weights(j
     with pytest.raises(CaptureError, match=r":Flat keeps the memory of parameters"):
         refuse_own_memory(job("Flat"), torch.device("cpu"))
     assert first_step_of(job("Flat")).updates == 1
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad"])
+def test_states_come_back_in_the_order_of_their_parameters_in_memory(job: Maker, name: str) -> None:
+    """Fused kernels go over the memory of parameters and states without looking at strides."""
+    kwargs = {**MOMENTA.get(name, {}), "lr": 0.1, "fused": True}
+    made = job(name, kwargs, model=f"{HERE}:turned")
+    assert not any(p.is_contiguous() for p in made.states.values() if p.dim() > 1)
+    assert not loses_state(made, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "training": {**TRAINING, "on_nonfinite": "skip"},
     },
     "buckets": BUCKETS,
+    "turned": {
+        "model": {"factory": f"{PARTS}:Turned"},
+        "optimizer": {"factory": "torch.optim:AdamW", "kwargs": {"lr": 0.05, "fused": True}},
+    },
     "endless": {"data": {"factory": f"{PARTS}:Endless"}},
     "asynchronous": {"training": TRAINING, "pipeline": ASYNCHRONOUS},
     "apart": {"pipeline": APART},

@@ -299,13 +299,13 @@ def test_a_disk_that_fails_leaves_the_old_one_and_is_told(
         ("AdamW", 0, False),
         ("AdamW", 150, False),
         ("AdamW", 10_000, True),
-        *((name, None, True) for name in ("SGD", "ASGD", "Rprop", "Adafactor", "Nested")),
+        *((name, None, True) for name in ("SGD", "ASGD", "Rprop", "Adafactor", "Nested", "Turned")),
     ],
 )
 def test_training_goes_on_to_the_bit_from_a_checkpoint(tmp_path, monkeypatch, name, room, is_copy):
     """A rank without memory for a copy of the state writes it before training goes on, which is
     said once, with the rank that writes most."""
-    kind = Nested if name == "Nested" else getattr(torch.optim, name)
+    kind = {"Nested": Nested, "Turned": Turned}.get(name) or getattr(torch.optim, name)
     everyone = [(1024, is_copy), (2048, is_copy), (4096, True)]
     monkeypatch.setattr("pipectl.runtime.checkpoint.saver.gather_all", lambda *_: everyone)
     warnings: list[str] = []
@@ -373,3 +373,18 @@ def train(updater: Updater, parameters: dict[str, nn.Parameter], steps: range) -
         for parameter in parameters.values():
             parameter.grad = torch.randn(parameter.shape, generator=generator)
         updater.step()
+
+
+class Turned(torch.optim.Optimizer):
+    """Goes over the memory of a state in an order of its own, as kernels do."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            sums = state.setdefault("sums", torch.zeros(parameter.shape).mT.contiguous().mT)
+            memory = sums.as_strided((sums.numel(),), (1,))
+            memory += torch.arange(sums.numel()) * parameter.grad.sum()
+            parameter.data -= sums
