@@ -40,6 +40,8 @@ _TENSOR, _TUPLE, _DICT, _FLOAT = "tensor", "tuple", "dict", "float"
 _PLAIN = (bool, int, str, type(None))
 _COMPARED = (*_PLAIN, float)
 _CALLS_CLOSURE = re.compile("closure|'NoneType' object is not callable")
+_LOSSES = frozenset({"loss", "losses", "metric", "metrics"})
+"""Words in the name of an argument that is the loss of an evaluation."""
 _NEEDED = ("step", "param_groups", "state")
 _COUNTERS = frozenset({"step", "mu_product"})
 """Keys of torch's optimizers that count steps; others are on the parameter's device."""
@@ -290,20 +292,46 @@ def _check_options(optimizer: Any, options: Sequence[Mapping[str, Any]]) -> None
 
 
 def _watches(lr_scheduler: Any, job: CapturedJob) -> bool:
-    """Whether a step of the schedule takes a loss; raises if the job has no evaluations then."""
-    try:
-        inspect.signature(lr_scheduler.step).bind()
-    except TypeError:
-        pass
-    else:
+    """Whether a step of the schedule takes a loss.
+
+    Raises:
+        CaptureError: it takes something else, or the job has no evaluations whose loss it may get.
+    """
+    needed = _needed_by_step(lr_scheduler)
+    if not needed:
         return False
+    kind = type(lr_scheduler).__name__
+    if len(needed) > 1 or not _LOSSES & set(re.split("[^a-z]", needed[0].lower())):
+        raise CaptureError(
+            f"lr_scheduler: {kind}.step() needs {' and '.join(map(repr, needed))}, and pipectl "
+            "steps a schedule after each step with nothing, or after each evaluation with its loss",
+            hint="name a function that gives a schedule whose step() takes nothing, such as "
+            "LambdaLR(optimizer, f) for any function f of the number of steps; if it takes the "
+            "loss of evaluations, call that argument 'loss'",
+        )
+    if getattr(lr_scheduler, "mode", None) == "max":
+        raise CaptureError(
+            f"lr_scheduler: {kind} follows a metric that rises (mode='max'), and pipectl gives "
+            "schedules the loss of evaluations",
+            hint="let it follow the loss (mode='min'), or name another schedule",
+        )
     if job.spec.evaluation is None or job.spec.evaluation.every is None:
         raise CaptureError(
-            f"lr_scheduler: {type(lr_scheduler).__name__} needs the loss of evaluations, but the "
-            "job has none while it trains",
+            f"lr_scheduler: {kind} needs the loss of evaluations, but the job has none while it "
+            "trains",
             hint="set evaluation.every: the schedule steps after each evaluation",
         )
     return True
+
+
+def _needed_by_step(lr_scheduler: Any) -> list[str]:
+    """The arguments without which a step of a schedule cannot be made."""
+    try:
+        parameters = inspect.signature(lr_scheduler.step).parameters.values()
+    except (TypeError, ValueError):  # a function of C
+        return []
+    further = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in further]
 
 
 def state_of(
@@ -317,6 +345,7 @@ def state_of(
     Raises:
         CaptureError: it contains something that cannot be saved.
     """
+    _refuse_shared_state(optimizer)
     tensors: dict[str, Tensor] = {}
     states = {
         name: _encoded(optimizer.state[parameter], name, parameter, tensors)
@@ -324,6 +353,18 @@ def state_of(
         if parameter in optimizer.state
     }
     return tensors, states
+
+
+def _refuse_shared_state(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse state that belongs to no parameter: no rank would know whose it is to load."""
+    shared = [key for key in optimizer.state if not isinstance(key, Tensor)]
+    if shared:
+        raise CaptureError(
+            f"optimizer: {type(optimizer).__name__} keeps {shared[0]!r} in its state for all "
+            "parameters together, which a checkpoint cannot hold",
+            hint="use an optimizer that keeps it in the state of each parameter: "
+            f"self.state[parameter][{shared[0]!r}]",
+        )
 
 
 def restore_state(
@@ -419,14 +460,19 @@ def refuse_other_tensors(
             hint=hint,
         )
     memories = {storage_of(each): name for name, each in parameters.items() if each.numel()}
-    for state in optimizer.state.values():
-        for tensor in tensors_in([*state.values()]):
-            if tensor.numel() and storage_of(tensor) in memories:
-                raise CaptureError(
-                    f"optimizer: {kind} keeps {own_name(memories[storage_of(tensor)])!r} itself in "
-                    "its state, which would be another tensor after a checkpoint",
-                    hint="keep a copy in the state: parameter.detach().clone()",
-                )
+    for tensor in tensors_in_state(optimizer):
+        if tensor.numel() and storage_of(tensor) in memories:
+            raise CaptureError(
+                f"optimizer: {kind} keeps {own_name(memories[storage_of(tensor)])!r} itself in "
+                "its state, which would be another tensor after a checkpoint",
+                hint="keep a copy in the state: parameter.detach().clone()",
+            )
+
+
+def tensors_in_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """All tensors that an optimizer keeps; a state may be any mapping, or no mapping."""
+    states = optimizer.state.values()
+    return tensors_in([dict(each) if isinstance(each, Mapping) else each for each in states])
 
 
 def _mark(value: Any) -> Any:

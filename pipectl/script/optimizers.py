@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import Optimizer
 
@@ -34,7 +34,13 @@ def cut_down(optimizer: Optimizer, tensors: Mapping[int, nn.Parameter]) -> Optim
         {**group, "params": [tensors[id(p)] for p in group["params"] if id(p) in tensors]}
         for group in optimizer.param_groups
     ]
-    state = {tensors[id(p)]: copy.copy(s) for p, s in optimizer.state.items() if id(p) in tensors}
+    every: Mapping[Any, Any] = optimizer.state
+    state: dict[Any, Any] = {}
+    for key, value in every.items():
+        if not isinstance(key, Tensor):  # of all parameters
+            state[key] = copy.copy(value)
+        elif id(key) in tensors:
+            state[tensors[id(key)]] = copy.copy(value)
     other = type(optimizer).__new__(type(optimizer))
     vars(other).update({k: v for k, v in vars(optimizer).items() if k != "step"})
     vars(other).update(param_groups=groups, state=defaultdict(dict, state))

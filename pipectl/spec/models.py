@@ -305,7 +305,8 @@ class JobSpec(types.Section):
     lr_scheduler: Part | None = None
     """The learning-rate schedule, called with the optimizer. It steps after every optimizer step,
     so `T_max` is `training.steps`. A schedule whose steps take a loss, such as `ReduceLROnPlateau`,
-    steps after every evaluation."""
+    steps after every evaluation. One whose steps take anything else, such as an epoch, is
+    refused."""
     evaluation: Evaluation | None = None
     training: Training
     pipeline: Pipeline = Pipeline()

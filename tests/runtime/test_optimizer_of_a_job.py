@@ -51,6 +51,18 @@ def plateau(optimizer: Any, patience: int) -> Any:
     return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=patience)
 
 
+class Timed:
+    """A schedule whose steps take what no evaluation gives, as those of timm do."""
+
+    def __init__(self, optimizer: Any, takes: str) -> None:
+        self.step = {
+            "epoch": lambda epoch, metric=None: None,
+            "steps": lambda num_updates: None,
+            "both": lambda epoch, val_loss: None,
+            "keyword": lambda *, score: None,
+        }[takes]
+
+
 def failing(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: {0: 1.0}[step])
 
@@ -274,6 +286,25 @@ class Counting(torch.optim.SGD):
             group["k"] = group.get("k", 0) + 1
 
 
+class Shared(torch.optim.SGD):
+    """Keeps a count for all parameters together, as MADGRAD does, or a tensor for each."""
+
+    def __init__(self, parameters: Any, kept: str = "") -> None:
+        super().__init__(parameters, lr=0.1)
+        self.kept = kept
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        state: Any = self.state
+        if self.kept:
+            k = torch.tensor([0]) if self.kept == "tensor" else 0
+            state["k"] = state.get("k", k) + 1
+            return
+        for p in self.param_groups[0]["params"]:
+            state[p] = state.get(p, torch.zeros(())) + p.grad.sum()
+            p.data -= 0.1 * state[p]
+
+
 class Replacing(torch.optim.SGD):
     """Trains copies; parameters in half precision; or what it keeps in its state."""
 
@@ -417,7 +448,13 @@ def test_an_object_around_an_optimizer_is_one(job: Maker) -> None:
 
 PLATEAU = {"factory": f"{HERE}:plateau", "kwargs": {"patience": 1}}
 HELD_OUT = {"data": f"{PARTS}:Samples"}
+OFTEN = {**HELD_OUT, "every": 1}
+RISING = {"factory": "torch.optim.lr_scheduler:ReduceLROnPlateau", "kwargs": {"mode": "max"}}
 NEEDS_EVALUATIONS = r"^lr_scheduler: ReduceLROnPlateau needs.*set evaluation.every"
+
+
+def timed(takes: str) -> dict[str, Any]:
+    return {"factory": f"{HERE}:Timed", "kwargs": {"takes": takes}}
 
 
 @pytest.mark.parametrize(
@@ -434,6 +471,8 @@ NEEDS_EVALUATIONS = r"^lr_scheduler: ReduceLROnPlateau needs.*set evaluation.eve
         ("Broken", {}, r"^optimizer: raised KeyError: 'beta3' \(at .*test_optimizer"),
         ("Hooking", {}, r"^model: parameter 0\.weight has a hook"),
         ("Counting", {}, "Counting keeps 'k' in its parameter groups"),
+        ("Shared", {"kwargs": {"kept": "tensor"}}, "Shared keeps 'k' in its state for all param"),
+        ("Shared", {"kwargs": {"kept": "number"}}, "keeps 'k' in .*self.state.parameter..'k'."),
         ("Keeping", {"kwargs": {"kept": "set"}}, "the state of 0.weight/kept is a set, which"),
         ("Keeping", {"kwargs": {"kept": "complex"}}, "kept is a Tensor of torch.complex128"),
         ("Replacing", {"kwargs": {"how": "copies"}}, "put other tensors into its parameter groups"),
@@ -450,6 +489,19 @@ NEEDS_EVALUATIONS = r"^lr_scheduler: ReduceLROnPlateau needs.*set evaluation.eve
             {},
             "'list' object has no attribute 'parameters'.*gets the list of parameters",
         ),
+        (
+            "AdamW",
+            {"lr_scheduler": timed("epoch")},
+            r"Timed.step\(\) needs 'epoch', and .*LambdaLR",
+        ),
+        (
+            "AdamW",
+            {"lr_scheduler": timed("steps"), "evaluation": OFTEN},
+            "needs 'num_updates', and",
+        ),
+        ("AdamW", {"lr_scheduler": timed("both"), "evaluation": OFTEN}, "needs 'epoch' and 'val_l"),
+        ("AdamW", {"lr_scheduler": timed("keyword"), "evaluation": OFTEN}, "needs 'score', and"),
+        ("AdamW", {"lr_scheduler": RISING, "evaluation": OFTEN}, r"rises \(mode='max'\), and pipe"),
         ("AdamW", {"lr_scheduler": PLATEAU}, NEEDS_EVALUATIONS),
         ("AdamW", {"lr_scheduler": PLATEAU, "evaluation": HELD_OUT}, NEEDS_EVALUATIONS),
     ],
@@ -518,6 +570,7 @@ def test_states_come_back_in_the_order_of_their_parameters_in_memory(job: Maker,
         ("Wrapping", {"inner": "AdamW"}, True),
         ("Wrapping", {"inner": "SGD"}, False),
         ("Flat", {}, False),
+        ("Shared", {}, False),
         ("Attached", {}, True),
     ],
 )
