@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping
 
@@ -19,13 +20,14 @@ from pipectl.runtime.optimizer import (
     make_updater,
     may_divide,
     refuse_half_parameters,
+    tensors_in_state,
 )
 from pipectl.runtime.update_trials import (
     refuse_coupled_updates,
     refuse_late_changes,
     refuse_outer_state,
 )
-from pipectl.torch_api import norms, pytree
+from pipectl.torch_api import norms
 
 _SAMPLE_BYTES = 64 << 20
 _REPEATS = 5
@@ -68,8 +70,7 @@ def optimizer_cost(job: CapturedJob, device: Device) -> OptimizerCost:
                 gradient.mul_(1.0)
         optimizer.step()
         times.append(clock() - start)
-    leaves = pytree.tree_leaves([dict(state) for state in optimizer.state.values()])
-    state_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+    state_bytes = sum(tensor.nbytes for tensor in tensors_in_state(optimizer))
     step_s = statistics.median(times)
     return OptimizerCost(state_bytes / size_bytes, step_s / size_bytes, _step_memory(job, place))
 
@@ -116,16 +117,28 @@ def _step_memory(job: CapturedJob, device: torch.device) -> StepMemory:
 
 
 def _sample(job: CapturedJob, device: torch.device) -> dict[str, nn.Parameter]:
-    """Return copies of some parameters; random vectors for those without memory."""
+    """Return copies of some parameters; random ones for those without memory."""
     sample: dict[str, nn.Parameter] = {}
     total = 0
     for name, tensor in job.states.items():
         if tensor.requires_grad and total < _SAMPLE_BYTES:
             if is_deferred(tensor):
-                count = min(tensor.numel(), _SAMPLE_BYTES // tensor.element_size())
-                copy = torch.randn(count, dtype=tensor.dtype, device=device)
+                copy = torch.randn(_sizes(tensor), dtype=tensor.dtype, device=device)
             else:
                 copy = tensor.detach().clone()
             sample[name] = nn.Parameter(copy)
             total += copy.nbytes
     return sample
+
+
+def _sizes(tensor: Tensor) -> list[int]:
+    """The sizes of a tensor, the largest ones halved until it is small enough.
+
+    It keeps its dimensions: what an optimizer does with a matrix, and keeps for it, differs from
+    what it does with a vector.
+    """
+    sizes = [*tensor.shape]
+    while math.prod(sizes) * tensor.element_size() > _SAMPLE_BYTES:
+        largest = max(range(len(sizes)), key=sizes.__getitem__)
+        sizes[largest] = -(-sizes[largest] // 2)
+    return sizes

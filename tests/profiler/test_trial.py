@@ -154,6 +154,36 @@ def test_optimizer_and_schedule_make_a_step(spec_of, sections, message) -> None:
     assert re.match(message, raised.value.message), raised.value.message
 
 
+def deep() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(6, 256, bias=False), nn.Linear(256, 256, bias=False), nn.Linear(256, 3)
+    )
+
+
+class Matrices(torch.optim.Adafactor):
+    """Takes nothing but matrices in one of its groups, as Muon does."""
+
+    def step(self, closure: Any = None) -> None:
+        assert all(p.dim() == 2 for p in self.param_groups[1]["params"])
+        super().step(closure)
+
+
+def test_an_optimizer_is_measured_on_parameters_with_the_dimensions_of_the_real_ones(
+    spec_of, monkeypatch
+) -> None:
+    """Also if these have no memory, or are larger than a sample may be."""
+    optimizer = {"factory": f"{HERE}:Matrices", "groups": [{"match": "*.weight", "lr": 0.1}]}
+
+    def state_bytes(materialize: str) -> float:
+        spec = spec_of(f"{HERE}:deep", materialize=materialize, optimizer=optimizer)
+        return optimizer_cost(CapturedJob(spec), CpuDevice()).state_bytes_per_parameter_byte
+
+    whole = state_bytes("eager")
+    assert state_bytes("per_rank") == whole
+    monkeypatch.setattr("pipectl.profiler.optimizer._SAMPLE_BYTES", 1 << 14)
+    assert whole < state_bytes("per_rank") < 0.2
+
+
 def test_a_profile_tries_the_job_first(spec_of) -> None:
     with pytest.raises(InvalidInputError, match=r"^evaluation\.metrics\.m: must give one number"):
         profile_job(spec_of(**measured(gives="matrix")), MeasuredOn("cpu"), effort=Effort.FAST)
