@@ -41,6 +41,8 @@ class StagePeaks:
         first_backward_bytes: in a backward that allocates the parameter gradients.
         update_bytes: in an optimizer step.
         left_bytes: values that a forward drops after it has allocated what it keeps.
+        evaluation_bytes: in the forward of an evaluation, with the messages of its micro-batches;
+            0 without one.
     """
 
     forward_bytes: int
@@ -48,6 +50,7 @@ class StagePeaks:
     first_backward_bytes: int
     update_bytes: int
     left_bytes: int = 0
+    evaluation_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -83,8 +83,10 @@ class Profile(DataFile):
         halved_loss: whether the loss of a batch is the mean of the losses of its micro-batches;
             None if unknown.
         loss_unknown: why that is unknown; empty if it is known, or if a batch is one sample.
-        evaluation_key: hash of the held-out data and of the metrics, which the next three are
+        evaluation_key: hash of the held-out data and of the metrics, which the next four are
             about; None if there are none.
+        held_out: held-out samples, those of each length in ``data.buckets`` alone; empty if
+            there are none, or their number is not known.
         shared_samples: indices of some held-out samples, each with that of an equal one of the
             training data; empty if none were found.
         redrawn_samples: the same of samples that another process holds out, if ``shared_samples``
@@ -124,6 +126,7 @@ class Profile(DataFile):
     halved_loss: HalvedLoss | None = None
     loss_unknown: str = ""
     evaluation_key: str | None = None
+    held_out: tuple[Count, ...] = ()
     shared_samples: tuple[tuple[int, int], ...] = ()
     redrawn_samples: tuple[tuple[int, int], ...] = ()
     uneven_metrics: tuple[str, ...] = ()

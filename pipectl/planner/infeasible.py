@@ -19,6 +19,7 @@ from pipectl.planner.plans import plan_of
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import PlanRequest
 from pipectl.schedule.one_f_one_b import GPIPE, ONE_F_ONE_B
+from pipectl.simulate.memory import evaluation_peaks
 from pipectl.units import format_bytes, plural
 
 MAX_COUNTS = 8
@@ -88,8 +89,20 @@ def _worst(problem: Problem, plan: Plan) -> tuple[float, int, int]:
     return excess[rank], rank, peaks[rank]
 
 
+def _samples_evaluated(problem: Problem, plan: Plan, rank: int) -> int | None:
+    """The samples that are evaluated at once if a rank has its peak meanwhile; else None."""
+    evaluation, heap_share = problem.request.evaluation, problem.profile.heap_share
+    if evaluation is None or plan.prediction is None:
+        return None
+    peak = problem.baseline_bytes + round(float(evaluation_peaks(plan, heap_share)[rank]))
+    has_peak = peak >= plan.prediction.peak_memory_bytes[rank]
+    return evaluation.samples(plan.micro_batch_size) if has_peak else None
+
+
 def _breakdown(problem: Problem, plan: Plan, rank: int) -> str:
     parts = [f"process {format_bytes(problem.baseline_bytes)}"]
+    if (samples := _samples_evaluated(problem, plan, rank)) is not None:
+        return f"{parts[0]}, the rest in an evaluation of {plural(samples, 'sample')} at once"
     for index in plan.stages_of_rank(rank):
         stage, in_flight = plan.stages[index], plan.warm_up[index]
         cost = stage.cost
@@ -123,7 +136,7 @@ def _hints(problem: Problem, plan: Plan, offload: tuple[bool, ...]) -> Iterator[
     if problem.limit_bytes(rank) <= problem.baseline_bytes:
         return
     cutter = Cutter(problem, CutSpace.plain(problem.graph))  # for more stages than were asked for
-    for name, request, stages in _changes(problem, plan):
+    for name, request, stages in _changes(problem, plan, rank):
         cluster = problem.cluster
         if stages > cluster.ranks:
             cluster = cluster.with_nodes(len(cluster.nodes) + stages).with_ranks(stages)
@@ -135,9 +148,19 @@ def _hints(problem: Problem, plan: Plan, offload: tuple[bool, ...]) -> Iterator[
             yield f"{name}: about {format_bytes(peak)} ({fits})"
 
 
-def _changes(problem: Problem, plan: Plan) -> Iterator[tuple[str, PlanRequest, int]]:
-    """(description, changed request, stages) of changes that a user could make."""
+def _changes(problem: Problem, plan: Plan, rank: int) -> Iterator[tuple[str, PlanRequest, int]]:
+    """(description, changed request, stages) of changes that a user could make.
+
+    Args:
+        rank: that exceeds its limit most.
+    """
     request, stages = problem.request, len(plan.stages)
+    samples, evaluation = _samples_evaluated(problem, plan, rank), request.evaluation
+    for factor in (2, 8):
+        if samples is not None and evaluation is not None and samples >= factor:
+            fewer = evaluation._replace(asked=samples // factor)
+            name = f"evaluation.batch_size {fewer.asked}"
+            yield name, replace(request, evaluation=fewer), stages
     more = min(2 * stages, len(problem.graph))
     if more > stages:
         name = f"--devices {more}"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pipectl.cluster import Cluster, OffloadTarget
 from pipectl.errors import InvalidInputError
-from pipectl.planner.request import PlanRequest
+from pipectl.planner.request import EvaluationSize, PlanRequest
 from pipectl.profile import Profile
 from pipectl.schedule import NAMES
 from pipectl.schedule.combinations import APART, SEGMENTS, Part, go_together
 from pipectl.schedule.listed import Listed
 from pipectl.schedule.registry import make_listed, read_listed
-from pipectl.spec import JobSpec
+from pipectl.spec import JobSpec, evaluation_key
 from pipectl.spec.checks import features_of
 
 _RECOMPUTE: dict[str | None, tuple[bool | None, bool | None]] = {
@@ -88,7 +88,18 @@ def request_of_job(
         backward_apart=backward_apart,
         every_schedule=pipeline.schedule is None and listed is None and not spec.training.compile,
         smallest=profile.smallest,
+        evaluation=_evaluation_size(spec, profile),
         batches=profile.batches(spec.training.batch_size, drop_last=spec.data.drop_last),
+    )
+
+
+def _evaluation_size(spec: JobSpec, profile: Profile) -> EvaluationSize | None:
+    """How many samples are evaluated at once; None without an evaluation."""
+    if spec.evaluation is None:
+        return None
+    is_known = profile.evaluation_key == evaluation_key(spec)
+    return EvaluationSize(
+        spec.evaluation.batch_size, max(profile.held_out, default=None) if is_known else None
     )
 
 

@@ -7,11 +7,12 @@ from dataclasses import replace
 from math import ceil
 
 from pipectl.plan import Plan, Replication, Stage, StageCost
-from pipectl.planner.costs.footprint import DEFAULT_BASELINE_BYTES
+from pipectl.planner.costs.footprint import DEFAULT_BASELINE_BYTES, Footprint
 from pipectl.planner.costs.model import PartitionCosts
 from pipectl.planner.costs.stage_costs import ASSUMED
 from pipectl.planner.partition.layout import Choice
 from pipectl.planner.problem import Problem
+from pipectl.planner.request import EvaluationSize
 from pipectl.schedule import SCHEDULES
 from pipectl.units import plural
 
@@ -26,6 +27,8 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
     shared: Sequence[StageCost] = costs.stages
     if choice.is_replicated or request.shard_optimizer:
         shared = _shared(problem, choice, costs, splits=splits)
+    if request.evaluation is not None:
+        shared = _evaluated(problem, request.evaluation, costs.footprint, shared, size)
     if request.correct_delay:  # the last update is kept as if it were a state of the optimizer
         shared = [
             replace(cost, optimizer_bytes=cost.optimizer_bytes + cost.changed_bytes)
@@ -62,6 +65,35 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
         reproducible=request.reproducible,
         assumptions=(*said, ASSUMED) if splits and problem.profile.split is None else said,
     )
+
+
+def _evaluated(
+    problem: Problem,
+    evaluation: EvaluationSize,
+    parts: Footprint,
+    stages: Sequence[StageCost],
+    size: int,
+) -> Sequence[StageCost]:
+    """The costs of every stage with the peaks of evaluations, if peaks are known.
+
+    While a stage computes a micro-batch, it still sends what it made of the one before.
+
+    Args:
+        size: of the micro-batches of the training.
+    """
+    scale = evaluation.samples(size) / problem.profile.micro_batch_size
+    evaluated = []
+    for stage, (cost, memory, crossing) in enumerate(
+        zip(stages, parts.memory, parts.crossings, strict=True)
+    ):
+        if cost.peaks is not None:
+            moving = parts.sums.received_bytes[0, stage].item()
+            if evaluation.has_several(size):
+                moving += sum(crossing.sent.values())
+            peak = memory.evaluation_bytes(scale) + ceil(scale * moving)
+            cost = replace(cost, peaks=replace(cost.peaks, evaluation_bytes=peak))
+        evaluated.append(cost)
+    return evaluated
 
 
 def assumptions(problem: Problem, size: int) -> tuple[str, ...]:

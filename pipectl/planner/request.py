@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from pipectl.cluster import Cluster, OffloadTarget
 from pipectl.errors import OutOfTimeError
@@ -24,6 +25,27 @@ OTHER_SCHEDULES = tuple(name for name, schedule in SCHEDULES.items() if schedule
 """Planned from plans of the search, if they are named or ``every_schedule`` allows them."""
 COMPARED = (*OPEN, INTERLEAVED)
 """Those that plans are compared with; others assume what half a backward takes."""
+
+
+class EvaluationSize(NamedTuple):
+    """How many samples an evaluation computes at once.
+
+    Args:
+        asked: as the job has it; None for those of a micro-batch.
+        held_out: the most that there are; None if unknown.
+    """
+
+    asked: int | None = None
+    held_out: int | None = None
+
+    def samples(self, micro_batch_size: int) -> int:
+        """The samples, of a plan with micro-batches of this size."""
+        asked = self.asked or micro_batch_size
+        return asked if self.held_out is None else min(asked, self.held_out)
+
+    def has_several(self, micro_batch_size: int) -> bool:
+        """Whether there are more samples than these."""
+        return self.held_out is None or self.held_out > self.samples(micro_batch_size)
 
 
 @dataclass(frozen=True)
@@ -63,6 +85,7 @@ class PlanRequest:
         smallest: the smallest micro-batch that the model takes; None if it takes single samples.
         batches: the sizes of the batches of an epoch; empty if all have ``batch_size``. Copies of
             a pipeline share them.
+        evaluation: the size of evaluations; None without them.
     """
 
     name: str
@@ -91,6 +114,7 @@ class PlanRequest:
     keeps_micro_batches: bool = False
     smallest: SmallestMicroBatch | None = None
     batches: tuple[int, ...] = ()
+    evaluation: EvaluationSize | None = None
 
     @property
     def memory_key(self) -> str:

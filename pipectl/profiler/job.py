@@ -152,6 +152,7 @@ def profile_job(
             halved_loss=None if isinstance(loss, str) else loss,
             loss_unknown=loss if isinstance(loss, str) else "",
             evaluation_key=evaluation_key(spec),
+            held_out=() if (held_out := job.evaluation_loader) is None else held_out.counts,
             shared_samples=(shared := find_shared_samples(job)),
             redrawn_samples=() if shared else find_redrawn_samples(job, other),
             uneven_metrics=uneven,

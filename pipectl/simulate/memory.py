@@ -17,6 +17,9 @@
   backward of a stage run on different ranks, what the stage keeps is such a message. A gradient
   between two stages of one rank lasts from one backward to the other.
 - During an action: its temporary values (:class:`pipectl.plan.StagePeaks`); none if unknown.
+
+An evaluation runs between steps: on top of what ranks hold then come the casts, and the values of
+one micro-batch of its own size.
 """
 
 from __future__ import annotations
@@ -319,6 +322,29 @@ def unused_bytes(plan: Plan, allocated: Floats, heap_share: float) -> Floats:
             left[rank] += waiting * peaks.left_bytes if peaks is not None else 0
     unused: Floats = np.maximum(heap_share * allocated, left) + _BLOCKS_BESIDE_GRADIENT * blocks
     return unused
+
+
+def evaluation_peaks(plan: Plan, heap_share: float) -> Floats:
+    """Return the peak bytes of each rank in an evaluation, 0 if it takes no part; shape [ranks].
+
+    Only the first replica of a stage takes part.
+
+    Args:
+        heap_share: the part of what it allocates that the C library keeps and does not use.
+    """
+    allocated = np.zeros(plan.ranks)
+    for stage in plan.stages:
+        if stage.cost.peaks is not None:
+            rank = stage.ranks[0]
+            allocated[rank] = max(allocated[rank], stage.cost.peaks.evaluation_bytes)
+    return np.array(
+        [
+            resident_bytes(plan, rank) + _cast_bytes(plan, rank) + (1 + heap_share) * own
+            if own
+            else 0
+            for rank, own in enumerate(allocated.tolist())
+        ]
+    )
 
 
 def resident_bytes(plan: Plan, rank: int) -> int:

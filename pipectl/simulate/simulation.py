@@ -51,7 +51,7 @@ from pipectl.schedule.lowering import lower, lower_stretch
 from pipectl.schedule.registry import is_unflushed, schedule_of
 from pipectl.schedule.unflushed import steps_apart
 from pipectl.simulate import events
-from pipectl.simulate.memory import amounts_of, peak_bytes, unused_bytes
+from pipectl.simulate.memory import amounts_of, evaluation_peaks, peak_bytes, unused_bytes
 from pipectl.simulate.network import Numbering, streams_of, tables
 from pipectl.simulate.tables import (
     CLOCK,
@@ -252,6 +252,7 @@ class Machine:
         peaks = peak_bytes(self.programs, amounts)
         if heap_share:
             peaks += unused_bytes(self._plan, peaks - amounts.resident, heap_share)
+        peaks = np.maximum(peaks, evaluation_peaks(self._plan, heap_share))
         return tuple(process_baseline_bytes + round(peak) for peak in peaks.tolist())
 
     def records(self) -> list[Record]:

@@ -84,6 +84,9 @@ def plan_key(spec: JobSpec) -> str:
         training.append("correct_delay")
     if spec.data.drop_last:  # no batch is smaller than the others
         training.append("drop_last")
+    if (evaluation := spec.evaluation) is not None:  # its memory
+        size = evaluation.batch_size
+        training.append(["evaluation", size, size and evaluation_key(spec)])
     return _digest([_profiled(spec), pipeline, resources, cluster, order, training])
 
 

@@ -129,6 +129,23 @@ def test_views_live_in_the_memory_of_what_they_show(views) -> None:
     assert cost.peaks.update_bytes == 2 * 40
 
 
+def test_an_evaluation_keeps_nothing_for_a_backward(views) -> None:
+    """Of a submodule that is kept whole, only the largest of what it saves counts."""
+    whole = {
+        "saved": (("n0:0", 60), ("n0:1", 40)),
+        "memory": OperatorMemory(10, "n0", 110, 0),
+        "output_bytes": 10,
+    }
+    for profile, stages, expected in (
+        (views, [[0, 1, 2, 3]], [50 + 100 + 100]),  # as in the forward, without what stays
+        (views, [[0, 1], [2, 3]], [50 + 130, 100 + 12]),
+        (chain([whole]), [[0]], [110 - 40]),
+    ):
+        memory = Footprints(profile).of(stages).memory
+        assert [stage.evaluation_bytes(1.0) for stage in memory] == expected
+        assert [stage.evaluation_bytes(3.0) for stage in memory] == [3 * e for e in expected]
+
+
 def test_what_is_sent_or_received_stays_and_parameters_do_not_grow(views) -> None:
     first, second = costs(with_state(views), [[0, 1], [2, 3]])
     assert (first.saved_bytes, second.saved_bytes) == (50 + 100, 100 + 100 + 8)

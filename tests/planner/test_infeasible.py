@@ -9,6 +9,9 @@ import pytest
 from pipectl.errors import InfeasibleError
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.evaluator import Evaluator
+from pipectl.planner.request import EvaluationSize
+from pipectl.profile import Profile
+from pipectl.profile_parts import OperatorMemory
 from pipectl.schedule import SCHEDULES
 from tests.planner.gate.checked_plans import cluster_of, planned
 from tests.planner.gate.graphs import chain, hungry
@@ -43,6 +46,51 @@ def test_what_cannot_be_is_refused(asked, words) -> None:
     cluster = cluster_of(asked.pop("ranks", 2))
     with pytest.raises(InfeasibleError, match=words):
         planned(chain(12), cluster, **asked)
+
+
+def evaluating(count: int = 4) -> Profile:
+    """A chain of operators that keep their values, of 100 bytes a sample, for the backward."""
+    return chain(
+        [
+            {
+                "saved": ((f"n{index}", 800),),
+                "memory": OperatorMemory(800, f"n{index}", 800, 800, ((f"n{index - 1}", 800),)),
+            }
+            for index in range(count)
+        ],
+        output_bytes=800,
+        gradient_bytes=800,
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "stages", "most"),
+    [
+        # Two values of 64 samples are as much as what a step keeps, of 8 samples.
+        (EvaluationSize(None, None), 1, None),
+        (EvaluationSize(512, 20), 1, None),
+        (EvaluationSize(512, None), 1, 2 * 51_200),
+        (EvaluationSize(512, 400), 1, 2 * 40_000),
+        # The first of two stages has two values, and sends a third; the second receives one.
+        (EvaluationSize(512, 5000), 2, 3 * 51_200),
+        (EvaluationSize(512, 512), 2, 2 * 51_200),
+    ],
+)
+def test_an_evaluation_counts_as_the_memory_of_its_samples(size, stages, most) -> None:
+    profile, cluster = evaluating(), cluster_of(stages)
+    asked = {"micro_batches": 8, "stages": stages}
+    (without, *_) = planned(profile, cluster, **asked).prediction.peak_memory_bytes
+    plan = planned(profile, cluster, **asked, evaluation=size)
+    own = sum(each.cost.resident_bytes for each in plan.stages if 0 in each.ranks)
+    assert plan.prediction.peak_memory_bytes[0] == (5000 + own + most if most else without)
+
+
+def test_an_evaluation_that_does_not_fit_is_named_with_a_smaller_one_that_does() -> None:
+    profile, limit = evaluating(), {"memory_limit_bytes": 60_000, "micro_batches": 8}
+    planned(profile, cluster_of(1), **limit)
+    with pytest.raises(InfeasibleError, match="in an evaluation of 512 samples at once") as caught:
+        planned(profile, cluster_of(1), **limit, evaluation=EvaluationSize(512, None))
+    assert re.search(r"evaluation.batch_size 64: about .* \(fits\)", caught.value.hint)
 
 
 @pytest.mark.parametrize("schedule", [None, "1f1b", "pipedream-2bw"])

@@ -301,6 +301,9 @@ RESIDENT, GRADIENTS, PROCESS = 100 + 50, 100, 1000
         ({"peaks": StagePeaks(30, 400, 120, 60), "cast_bytes": 50}, 50 + GRADIENTS + 10 + 400),
         ({"peaks": StagePeaks(30, 40, 120, 600), "cast_bytes": 50}, GRADIENTS + 600),
         ({"gradient_bytes": 0, "buffer_bytes": 5}, 5 + 10),
+        # Evaluations run between steps.
+        ({"peaks": StagePeaks(300, 40, 120, 60, evaluation_bytes=90)}, GRADIENTS + 300),
+        ({"peaks": StagePeaks(300, 40, 120, 60, evaluation_bytes=900), "cast_bytes": 7}, 900 + 7),
     ],
 )
 def test_what_an_action_allocates_for_itself_counts_while_it_runs(pipeline, changes, most):

@@ -89,7 +89,7 @@ BOTH = (
 )  # fmt: skip
 PLAN = (
     "resources.gpus_per_node=2", "pipeline.schedule=1f1b", "pipeline.memory_limit=1GiB",
-    "resources.nodes=3", "cluster=null",
+    "resources.nodes=3", "cluster=null", "evaluation.batch_size=7",
 )  # fmt: skip
 NEITHER = (
     "optimizer.kwargs.lr=1", "launch.bind=cores", "resources.walltime=1h", "training.steps=77",
@@ -103,6 +103,15 @@ def test_keys_change_with_what_they_stand_for(job, override):
     before, after = load(job, always, sites=()), load(job, [*always, override], sites=())
     assert (profile_key(before) != profile_key(after)) == (override in BOTH)
     assert (plan_key(before) != plan_key(after)) == (override not in NEITHER)
+
+
+def test_the_key_of_a_plan_changes_with_held_out_data_only_if_their_number_may_count(job):
+    """As many samples as a micro-batch has never take more memory than a step."""
+    for size, changes in (("null", False), ("7", True)):
+        always = [f"evaluation.batch_size={size}"]
+        other = [*always, "evaluation.data.factory=./model.py:other"]
+        before, after = (load(job, overrides, sites=()) for overrides in (always, other))
+        assert (plan_key(before) != plan_key(after)) == changes
 
 
 def test_keys_change_with_the_contents_of_the_files(job):

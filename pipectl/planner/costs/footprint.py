@@ -11,9 +11,9 @@ of the value that owns it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property, partial
 from math import ceil
 from typing import NamedTuple
 
@@ -22,9 +22,16 @@ import numpy as np
 from pipectl.arrays import Integers, unique
 from pipectl.lanes import TransferKind, owners_of
 from pipectl.plan import StagePeaks, Transfer
-from pipectl.planner.costs.liveness import Borders, Levels, levels_of, peak_bytes
+from pipectl.planner.costs.liveness import (
+    Borders,
+    Level,
+    Levels,
+    evaluation_levels,
+    levels_of,
+    peak_bytes,
+)
 from pipectl.profile import Profile
-from pipectl.profile_parts import Operator, OptimizerCost, StepMemory
+from pipectl.profile_parts import OptimizerCost, StepMemory
 
 DEFAULT_BASELINE_BYTES = 240 * 2**20
 """A process with Python, torch and MPI, if the profile has no measurement."""
@@ -111,6 +118,7 @@ class StageMemory:
 
     Args:
         levels: None if the profile does not say what operators allocate.
+        evaluation: returns those of an evaluation; none if they are unknown.
         trained: parameters that an update changes by full name, in the optimizer's order.
         owned: trained parameters that only one operator of the model uses.
         buffers: buffers.
@@ -119,6 +127,7 @@ class StageMemory:
     """
 
     levels: Levels | None
+    evaluation: Callable[[], tuple[Level, ...]]
     trained: Mapping[str, int]
     owned: Mapping[str, int]
     buffers: int
@@ -133,6 +142,11 @@ class StageMemory:
         for name, owner in owners_of(self.owned, replicas).items():
             load[owner] += self.owned[name]
         return sum(self.trained.values()) - sum(self.owned.values()) + max(load)
+
+    def evaluation_bytes(self, scale: float) -> int:
+        """The peak of an evaluation at ``scale`` times the profile's micro-batch size, without
+        received values."""
+        return peak_bytes(self.evaluation(), scale)
 
     def peaks(self, scale: float, optimizer: OptimizerCost | None) -> StagePeaks | None:
         """The peaks at ``scale`` times the profile's micro-batch size."""
@@ -417,13 +431,17 @@ class Footprints:
         operators, shared = [self._operators[index] for index in inside], self._shared_uses
         buffers = dict(pair for index in inside for pair in self._memory[index].buffers)
         gradients = Counter(name for index in inside for name, _ in self._gradients[index])
+        borders = self._borders(inside, crossing)
         sizes = dict(pair for operator in operators for pair in operator.parameters)
         trained = {name: size for name, size in sizes.items() if name in self._trained_names}
         uses = (name for operator in operators for name, _ in operator.parameters)
         here = Counter(name for name in uses if name in shared and name in trained)
         elsewhere = (trained[name] * (shared[name] - count) for name, count in here.items())
         self._known[key] = StageMemory(
-            levels=self._levels(inside, operators, crossing) if self._measured else None,
+            levels=levels_of(operators, borders) if self._measured else None,
+            evaluation=cache(
+                partial(evaluation_levels, operators if self._measured else (), borders)
+            ),
             trained=trained,
             owned={name: size for name, size in trained.items() if name not in shared},
             buffers=sum(buffers.values()),
@@ -435,15 +453,12 @@ class Footprints:
         )
         return self._known[key]
 
-    def _levels(
-        self, inside: Sequence[int], operators: Sequence[Operator], crossing: Crossing
-    ) -> Levels:
+    def _borders(self, inside: Sequence[int], crossing: Crossing) -> Borders:
         place = {index: position for position, index in enumerate(inside)}
         readers = {index: [u for u in self._readers[index] if u in place] for index in inside}
-        borders = Borders(
+        return Borders(
             stays=frozenset(crossing.received) | frozenset(crossing.sent),
             returning=frozenset(crossing.returning),
             last_reader={self._operators[i].id: place[u[-1]] for i, u in readers.items() if u},
             roots=frozenset(self._operators[i].id for i in inside if not self._readers[i]),
         )
-        return levels_of(operators, borders)

@@ -102,6 +102,28 @@ def _forward(
     return levels, left
 
 
+def evaluation_levels(operators: Sequence[Operator], borders: Borders) -> tuple[Level, ...]:
+    """The highest levels of an evaluation, whose forward keeps nothing for a backward.
+
+    Of what an operator saves of its own, only the largest part counts, and only while it runs: it
+    may be needed anyway, as what a loss computes of its inputs is. The rest is of training, or of
+    several operators within a submodule that is kept whole.
+    """
+    memory = [operator.allocations for operator in operators]
+    live = _inputs(operators, memory, borders)
+    level = sum(live.values())
+    ends = _ends(operators, memory, borders)
+    levels: list[Level] = [(level, 0)]
+    for index, (operator, own) in enumerate(zip(operators, memory, strict=True)):
+        saved = [size for name, size in operator.saved if operator.is_own(name)]
+        running = own.forward_bytes - sum(saved) + max(saved, default=0)
+        levels.append((level + max(running, own.made_bytes), 0))
+        live[operator.id] = own.made_bytes
+        level += own.made_bytes
+        level -= sum(live.pop(each, 0) for each in ends.get(index, set()) - borders.stays)
+    return _highest(levels)
+
+
 def _inputs(
     operators: Sequence[Operator], memory: Sequence[OperatorMemory], borders: Borders
 ) -> dict[str, int]:
