@@ -1,6 +1,7 @@
 """What `doctor` finds, with programs that misbehave in the ways that real ones do."""
 
 import json
+import os
 import shutil
 import sys
 from importlib import import_module
@@ -75,8 +76,8 @@ QSTATS = {
 def test_what_is_found_and_what_to_do(mpiexec, program, job, golden):
     texts = []
 
-    def show(what, part, launch=None):
-        found = examine(launch, HERE, part)
+    def show(what, part, spec=None):
+        found = examine(HERE, spec, part)
         lines = (f"{each.level} {each.what}: {each.text} ({each.hint})" for each in found)
         texts.append("\n".join([f"# {part}: {what}", *lines, ""]).replace(f"{Path.cwd()}/", ""))
 
@@ -97,27 +98,40 @@ def test_what_is_found_and_what_to_do(mpiexec, program, job, golden):
         show(f"Slurm: {what}", "batch system")
     program("sinfo", SINFOS["sound"])
     for mpi in ("pmix", "none", "openmpi"):
-        launch = load(job, [f"launch={{launcher: srun, mpi: {mpi}}}"]).launch
-        show(f"launch.mpi: {mpi}", "batch system", launch)
+        spec = load(job, [f"launch={{launcher: srun, mpi: {mpi}}}"])
+        show(f"launch.mpi: {mpi}", "batch system", spec)
     golden(*texts)
+
+
+def test_the_environment_variables_of_a_job_are_those_of_the_tests(job, capsys):
+    """So that what doctor advises can be tried, and what no rank could load is found; it names what
+    it does not test."""
+    library = "environment.variables.MPI4PY_LIBMPI=/nonexistent.so"
+    found = [*examine(HERE, load(job, [library]), "MPI")]
+    assert [each.level for each in found] == ["fail"]
+    assert "MPI4PY_LIBMPI" not in os.environ
+    assert not [*examine(HERE, load(job), "environment")]
+    setup = ["environment.setup=[true]", "environment.container={image: a.sif, runtime: apptainer}"]
+    (named,) = examine(HERE, load(job, setup), "environment")
+    assert "environment.setup and environment.container of the job: not used" in named.text
 
 
 def test_an_mpi_that_hangs(mpiexec, monkeypatch):
     monkeypatch.setattr(doctor, "_PATIENCE_S", 0.5)
     monkeypatch.setattr(launchers, "_TIMEOUT_S", 0.5)
     mpiexec("exec sleep 60")
-    (found,) = examine(None, HERE, "MPI")
+    (found,) = examine(HERE, only="MPI")
     assert (found.level, "no answer" in found.text) == ("fail", True)
 
 
 def test_the_file_system(tmp_path, monkeypatch):
-    found = list(examine(None, tmp_path / "not" / "yet", "files"))
+    found = list(examine(tmp_path / "not" / "yet", only="files"))
     assert {each.what: each.level for each in found} == {"files": "ok", "clock": "ok"}
     assert [*tmp_path.iterdir()] == []
     monkeypatch.setattr(doctor, "_MIN_FREE_BYTES", 1 << 60)
     monkeypatch.setattr(doctor, "_MAX_SKEW_S", -1.0)
     monkeypatch.setattr("fcntl.flock", lambda *_: None)
-    found = list(examine(None, tmp_path, "files"))
+    found = list(examine(tmp_path, only="files"))
     assert {each.what for each in found if each.level == "warn"} == {
         "files", "locks", "clock",
     }  # fmt: skip
@@ -156,14 +170,14 @@ def test_what_helps_if_torch_cannot_be_imported(cli, monkeypatch):
 def test_a_torch_that_is_broken_or_untested(monkeypatch):
     for code, (text, hint) in BROKEN.items():
         monkeypatch.setattr(doctor, "_TORCH", code)
-        (found,) = examine(None, HERE, "torch")
+        (found,) = examine(HERE, only="torch")
         assert found.level == "fail"
         assert found.text.startswith(f"cannot be imported by {sys.executable}: ")
         assert found.text.endswith(text)
         assert hint in found.hint
     monkeypatch.setattr("importlib.metadata.version", lambda _: "2.99.0")
     monkeypatch.setattr(doctor, "_TORCH", """print('["2.99.0", null, 0, null]')""")
-    first = next(examine(None, HERE, "torch"))
+    first = next(examine(HERE, only="torch"))
     assert (first.what, first.level) == ("torch", "warn")
     assert first.text.startswith("tested with torch 2.8 to ")
     assert "this is 2.99.0" in first.text
@@ -173,7 +187,7 @@ def test_a_torch_that_is_broken_or_untested(monkeypatch):
 def test_a_torch_for_accelerators_on_a_machine_without_one(monkeypatch, kind, built):
     found = json.dumps(["2.13.0", "cuda" if kind == "ROCm" else kind, 0, kind])
     monkeypatch.setattr(doctor, "_TORCH", f"print({found!r})")
-    text = of("accelerators", examine(None, HERE, "torch")).text
+    text = of("accelerators", examine(HERE, only="torch")).text
     assert text.startswith(f"torch is built for {built}, but it finds no GPU on this machine")
     assert "of kind" not in text
 
@@ -181,7 +195,7 @@ def test_a_torch_for_accelerators_on_a_machine_without_one(monkeypatch, kind, bu
 @pytest.mark.mpi
 def test_this_machine(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    found = list(examine(None, Path("runs")))
+    found = list(examine(Path("runs")))
     assert of("MPI", found).level == "ok"
     assert "takes the options of" in of("launcher", found).text
     assert "GiB/s" in of("messages", found).text or "MiB/s" in of("messages", found).text

@@ -215,7 +215,7 @@ def test_the_documented_batch_system_has_all_methods_and_renders(tmp_path, grid_
     ):
         with pytest.raises(PipectlError):
             system.render(change(request, **refused))
-    (answer,) = examine(None, tmp_path, "batch system")
+    (answer,) = examine(tmp_path, only="batch system")
     assert (answer.what, answer.level) == ("Grid Engine", "ok")
     assert system.find("20261121-demo 7f3a9c01") is None
     (grid_engine / "jobs" / "41").mkdir()

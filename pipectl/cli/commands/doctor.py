@@ -35,9 +35,10 @@ from pipectl.control_groups import memory_of_machine
 from pipectl.errors import PipectlError, SchedulerError
 from pipectl.jobs.job import choose_scheduler, fit_to_allocation
 from pipectl.jobs.rows import request_of_two
+from pipectl.jobs.variables import variables_set
 from pipectl.runs.readers import AS_ROOT, HINT_OF_ROOT
 from pipectl.spec import JobSpec, load
-from pipectl.spec.launch import Launch
+from pipectl.spec.launch import Environment, Launch
 from pipectl.units import format_bytes, format_time
 from pipectl.versions import hint_of_torch, tested, untested
 
@@ -90,7 +91,7 @@ def command(
         found = _try_in_job(spec or _smallest_job(directory), scheduler)
     else:
         opt.refuse(context, "--scheduler", "needs --submit")
-        found = examine(None if spec is None else spec.launch, directory)
+        found = examine(directory, spec)
     findings = []
     for finding in found:
         findings.append(finding)
@@ -126,18 +127,26 @@ def _try_in_job(spec: JobSpec, scheduler: str | None) -> Iterator[Finding]:
     yield from findings_of(follow(submission.run))
 
 
-def examine(launch: Launch | None, directory: Path, only: str | None = None) -> Iterator[Finding]:
+def examine(
+    directory: Path, spec: JobSpec | None = None, only: str | None = None
+) -> Iterator[Finding]:
     """Run all checks.
 
     Args:
-        launch: launch settings to test; None for the defaults.
         directory: directory of the runs.
+        spec: job whose launch settings and environment variables to test; None for the defaults.
         only: name of the only check to run.
     """
+    launch = None if spec is None else spec.launch
+    environment = Environment() if spec is None else spec.environment
     checks: dict[str, tuple[Iterator[Finding], str]] = {
         "python": (_check_python(), ""),
-        "torch": (_check_torch(), ""),
-        "MPI": (_check_mpi(launch), "pip install mpich, or load your cluster's MPI first"),
+        "environment": (_check_environment(environment), ""),
+        "torch": (_with(environment.variables, _check_torch()), ""),
+        "MPI": (
+            _with(environment.variables, _check_mpi(launch)),
+            "pip install mpich, or load your cluster's MPI first",
+        ),
         "batch system": (_check_batch_system(launch), ""),
         "files": (_check_file_system(directory), "set output.directory to where you may write"),
         "machine": (_check_machine(), ""),
@@ -155,6 +164,24 @@ def examine(launch: Launch | None, directory: Path, only: str | None = None) -> 
 
 def _check_python() -> Iterator[Finding]:
     yield assess("python", f"{platform.python_version()} ({sys.executable}), pipectl {__version__}")
+
+
+def _with(variables: Mapping[str, str], findings: Iterator[Finding]) -> Iterator[Finding]:
+    """Make findings as ranks of a job would, with its environment variables."""
+    while True:
+        with variables_set(variables):
+            found = next(findings, None)
+        if found is None:
+            return
+        yield found
+
+
+def _check_environment(environment: Environment) -> Iterator[Finding]:
+    """Name what a job makes of its environment and this process cannot."""
+    parts = ("modules", "setup", "container")
+    if given := [f"environment.{name}" for name in parts if getattr(environment, name)]:
+        text = f"{' and '.join(given)} of the job: not used by these tests"
+        yield assess("environment", text, "to test with them, add --submit")
 
 
 def _check_torch() -> Iterator[Finding]:
@@ -201,7 +228,8 @@ def _check_mpi(launch: Launch | None) -> Iterator[Finding]:
         raise SchedulerError(
             f"{command[0]} starts two ranks that do not see each other: it does not belong to the "
             f"MPI that mpi4py has loaded ({answer['library']})",
-            hint="load only one MPI, or set MPI4PY_LIBMPI to the library of this mpiexec",
+            hint="load only one MPI, or set MPI4PY_LIBMPI to the library of this mpiexec, for a "
+            "job\nin environment.variables, which `pipectl doctor JOB.yaml` uses",
         )
     yield assess("MPI", f"{answer['library']}, started by {command[0]}")
     if mpi == AUTO:
