@@ -125,7 +125,8 @@ class Container(types.Section):
     name of an environment definition file."""
     mounts: tuple[types.Mount, ...] = ()
     """Further directories that the container sees: `DIRECTORY`, or `DIRECTORY:TARGET` for another
-    name. The directories of the runs and of the files that the job names are mounted anyway."""
+    name. The directories of the runs and of the files that the job names are mounted anyway; see
+    [containers](environment.md#in-a-container)."""
     args: tuple[types.Text, ...] = ()
     """Further options of the runtime, verbatim, such as `--rocm` or `--module=mpich`."""
 

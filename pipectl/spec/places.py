@@ -39,6 +39,28 @@ def factories_in(data: Any) -> Iterator[tuple[tuple[str, ...], str, Mapping[str,
             yield (*path, *key), text, kwargs if isinstance(kwargs, Mapping) else {}
 
 
+def paths_given(spec: Mapping[str, Any]) -> Iterator[str]:
+    """The whole paths that a valid spec gives to user code, to trackers and to its script.
+
+    Args:
+        spec: its data, in which paths are absolute.
+    """
+    script = spec["script"] or {"arguments": (), "directory": None}
+    given = [kwargs for _, _, kwargs in factories_in(spec)]
+    words = [text.partition("=")[2] or text for text in script["arguments"]]
+    for text in _texts_in([*given, spec["tracking"], words, script["directory"]]):
+        if text.startswith("/"):
+            yield text
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts_in(item)
+
+
 def _values_at(data: Any, keys: str) -> Iterator[tuple[tuple[str, ...], Any]]:
     """The values at dotted keys, with their paths; ``*`` stands for every key of a mapping."""
     for key in keys.split():

@@ -1,5 +1,6 @@
 """What is known before a job is submitted: its machines, and what it asks of the planner."""
 
+import json
 import os
 import sys
 from dataclasses import replace
@@ -11,6 +12,7 @@ from pipectl.batch.launchers import MpiChoice
 from pipectl.cli import main
 from pipectl.cluster import assumed_cluster
 from pipectl.errors import UsageError
+from pipectl.jobs import job as jobs_job
 from pipectl.jobs.corrections import correct_profile
 from pipectl.jobs.environment import note_of_modules
 from pipectl.jobs.job import choose_scheduler, fit_to_allocation, make_job
@@ -74,6 +76,33 @@ def test_what_is_assumed_of_an_allocation_and_of_this_machine(spec, write_job, m
     for scheduler in ("slurm", "local"):
         assert find_cluster(spec, scheduler).cluster.device(0).memory_bytes is None
     assert spec.resources.memory_per_rank() is None
+
+
+def test_a_container_sees_what_arguments_name_but_keeps_its_own_directories(
+    write_job, monkeypatch, tmp_path, tmp_path_factory
+):
+    """Of what is not there, or is only to be made, the directory that contains it."""
+    monkeypatch.setattr(jobs_job, "_OF_CONTAINERS", {"usr", "dev"})
+    there = tmp_path_factory.mktemp("there")
+    monkeypatch.setenv("HOME", str(there))
+    for name in ("data", "own/inner", "logs", "work", "mine", "run/inner", "seen/x", "a:b"):
+        (there / name).mkdir(parents=True)
+    (there / "data/train.pt").touch()
+    kwargs = {
+        "path": "~/data/train.pt", "own": "~/own/inner", "others": ["~/own", {"a": "~/seen/x"}],
+        "system": "/usr/bin/env", "route": "/api/v1", "device": "/dev/null", "text": "a/b",
+        "here": "./new", "odd": "~/a:b",
+    }  # fmt: skip
+    job = write_job(
+        "script: {file: ./job.yaml, directory: ~/work, arguments: [--to=$HOME/mine/x, a]}",
+        "optimizer: torch.optim:SGD",
+        "tracking: {tensorboard: {directory: ~/run/inner}, wandb: {dir: ~/logs/x/y}}",
+        f"environment: {{container: {{image: a.sif, mounts: ['/a:{there}/seen']}}}}",
+    )
+    spec = load(job, [f"data.kwargs={json.dumps(kwargs)}"], check_files=False)
+    binds = jobs_job._binds(spec, there / "run", None)
+    names = ("run", "data", "logs", "mine", "own", "work")
+    assert binds == (there / "run", *sorted([tmp_path, *(there / name for name in names[1:])]))
 
 
 GIB = 2**30
