@@ -44,6 +44,7 @@ _TYPES: dict[str, tuple[re.Pattern[str], Callable[[str], Any]]] = {
     ),
 }
 """How a scalar without quotes is read, https://yaml.org/spec/1.2.2/#1032-tag-resolution."""
+_SWITCH = re.compile("yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF")
 _EXPLANATIONS = {
     r"found character '\\t'": "a tab cannot indent or start a value; use spaces",
     "mapping values are not allowed here": (
@@ -81,6 +82,16 @@ class Plain(str):
     """
 
 
+class Switch(str):
+    """``yes``, ``no``, ``on`` or ``off`` without quotes: a text, but true or false in YAML 1.1, in
+    which the user may have thought."""
+
+    @property
+    def meaning(self) -> str:
+        """What it is in YAML 1.1."""
+        return "true" if self.lower() in ("yes", "on") else "false"
+
+
 class Place(NamedTuple):
     """File, line and column, both from 1; 0 if there is no line."""
 
@@ -98,7 +109,7 @@ class Node:
     """A value as it is written, with its place and that of its key.
 
     Args:
-        value: a dict or list of nodes, a text, a :class:`Plain` scalar, or None.
+        value: a dict or list of nodes, a text, a :class:`Plain` scalar, a :class:`Switch`, or None.
         key_place: None in a list, and for a whole file.
     """
 
@@ -255,7 +266,9 @@ class _Loader(yaml.SafeLoader):
             raise SpecError([place.problem(message)])
         self._check_tag_and_text(node, path)
         if isinstance(node, yaml.ScalarNode):
-            return Node(_scalar(node), place, key_place)
+            text = _scalar(node)
+            is_switch = node.tag == _PLAIN and text is not None and _SWITCH.fullmatch(text)
+            return Node(Switch(text) if is_switch else text, place, key_place)
         if isinstance(node, yaml.SequenceNode):
             items = [self.convert(item, (*path, index)) for index, item in enumerate(node.value)]
             return Node(items, place, key_place)
@@ -341,6 +354,8 @@ def resolve(data: Any) -> Any:
         return [resolve(item) for item in data]
     if isinstance(data, dict):
         return {resolve(key): resolve(item) for key, item in data.items()}
+    if isinstance(data, Switch):
+        return str(data)
     return parse_scalar(data) if isinstance(data, Plain) else data
 
 

@@ -33,7 +33,7 @@ from pydantic_core import core_schema
 
 from pipectl.directives import RESOURCES, SCHEDULERS, packaged_schedulers
 from pipectl.spec import references
-from pipectl.spec.document import parse_scalar, resolve
+from pipectl.spec.document import Switch, parse_scalar, resolve
 from pipectl.units import (
     NAME,
     NodeRange,
@@ -255,6 +255,10 @@ def _option(value: Any) -> bool | str | tuple[str, ...]:
         raise ValueError("is empty")
     if not all(isinstance(text, str) for text in texts):
         raise ValueError
+    for switch in (text for text in texts if isinstance(text, Switch)):
+        raise ValueError(
+            f"{switch} is a text here; write {switch.meaning}, or '{switch}' in quotes"
+        )
     lines = tuple(map(_nonempty_line, texts))
     return lines if texts is value else lines[0]
 
@@ -262,7 +266,9 @@ def _option(value: Any) -> bool | str | tuple[str, ...]:
 def _select(value: Any) -> Literal[False] | str:
     if (parse_scalar(value) if isinstance(value, str) else value) is False:
         return False
-    if not isinstance(value, str) or not RESOURCES.fullmatch(_nonempty_line(value)):
+    if not isinstance(value, str) or isinstance(value, Switch):
+        raise ValueError
+    if not RESOURCES.fullmatch(_nonempty_line(value)):
         raise ValueError
     return value
 
