@@ -260,16 +260,21 @@ def _override(root: Node, override: str, problems: list[Problem], *, in_python: 
 
 
 def _set_key(root: Node, keys: Sequence[str], value: Node) -> Node:
-    """The root with a value at ``keys``; a factory in short form gets the key ``factory``."""
+    """The root with a value at ``keys``; what a text in the place of a mapping is short for stays:
+    a factory, or a key of the mapping.
+    """
     for depth in range(1, len(keys)):
         nodes = root.nodes(keys[:depth])
-        is_text = len(nodes) > depth and isinstance(nodes[-1].value, str)
-        if is_text:
+        text = nodes[-1].value if len(nodes) > depth else None
+        if isinstance(text, str):
             from pipectl.spec.schema import properties, schema_at
 
-            if "factory" in properties(schema_at(keys[:depth])):
-                short = replace(nodes[-1], key_place=nodes[-1].place)
+            known = properties(schema_at(keys[:depth]))
+            short = replace(nodes[-1], key_place=nodes[-1].place)
+            if "factory" in known:
                 root = root.put([*keys[:depth], "factory"], short)
+            elif text in known:
+                root = root.put([*keys[:depth], str(text)], replace(short, value={}))
     return root.put(keys, value)
 
 

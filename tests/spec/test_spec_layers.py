@@ -135,3 +135,12 @@ def test_every_key_joins_a_factory_in_short_form(read, override):
     before, after = read(SHORT), read(SHORT, override)
     assert set(before.factories()) <= set(after.factories())
     assert after != before
+
+
+@pytest.mark.parametrize("section", ["tensorboard", "{tensorboard: {}}"])
+def test_a_key_joins_a_tracker_in_short_form(read, section):
+    text = SHORT.replace("callbacks", f"tracking: {section}, callbacks")
+    tracking = read(text, "tracking.wandb.project=p").tracking
+    assert tracking.tensorboard == {}
+    assert tracking.wandb == {"project": "p"}
+    assert tracking == read(SHORT, "tracking=tensorboard", "tracking.wandb.project=p").tracking
