@@ -88,6 +88,16 @@ def is_fresh(spec: JobSpec, profile: Profile) -> bool:
     return is_of_spec and not any(map(is_changed, profile.code))
 
 
+def is_of_model(spec: JobSpec, before: JobSpec, profile: Profile) -> bool:
+    """Whether the profile of a run is of the model of a spec, whatever else of it may differ.
+
+    Args:
+        before: spec of the run.
+    """
+    own = {name: getattr(spec, name) for name in ("script", "model", "loss")}
+    return is_fresh(before.model_copy(update=own), profile)
+
+
 class ClusterChoice(NamedTuple):
     """The machines to plan for.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,19 @@ from pipectl.cluster import (
     Device,
     Node,
 )
-from pipectl.errors import DataFileError, InfeasibleError, MismatchError, UsageError
+from pipectl.errors import (
+    DataFileError,
+    InfeasibleError,
+    MismatchError,
+    PipectlError,
+    UsageError,
+)
 from pipectl.jobs.job import choose_scheduler, fit_to_allocation, with_count
 from pipectl.jobs.output import (
     complete_cluster,
     find_cluster,
     is_fresh,
+    is_of_model,
     plan_file_key,
     plan_path,
     profile_path,
@@ -193,7 +200,9 @@ def gather_job(
 
         run = find_run(Path(spec.output.directory), from_run)
         path, profile = run.profile, correct_profile(run)
-    if not is_fresh(spec, profile):
+        _refuse_other_model(spec, run, profile)
+    is_of_spec = is_fresh(spec, profile)
+    if not is_of_spec:
         fault = (
             f"{path} was measured for other settings (model, data, optimizer, batch or ranks per "
             "node)"
@@ -217,8 +226,26 @@ def gather_job(
         spec=spec,
         batch_system=batch_system,
         counts=counts,
-        is_corrected=from_run is not None,
+        is_corrected=from_run is not None and is_of_spec,
     )
+
+
+def _refuse_other_model(spec: JobSpec, run: RunDirectory, profile: Profile) -> None:
+    """Refuse to plan a job by the recorded steps of another model: `last` is the last run of any
+    job.
+
+    Raises:
+        MismatchError: the model of the run is not that of the spec, as its code is now.
+    """
+    is_same = is_fresh(spec, profile)
+    with suppress(PipectlError):  # the file of the run is gone, or what it names
+        is_same = is_same or is_of_model(spec, load(run.job), profile)
+    if not is_same:
+        raise MismatchError(
+            f"--from-run: the model of {run.name} is not that of {spec.name}, or its code has "
+            "changed",
+            hint="name a run of this job: `pipectl status` lists runs with their jobs",
+        )
 
 
 def _gather_profile(

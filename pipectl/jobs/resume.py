@@ -23,7 +23,7 @@ from pipectl.jobs.job import (
     with_hash_seed,
     with_output_beside,
 )
-from pipectl.jobs.output import complete_cluster, find_cluster, is_fresh, plan_file_key
+from pipectl.jobs.output import complete_cluster, find_cluster, is_of_model, plan_file_key
 from pipectl.jobs.recover import add_next_job, recover
 from pipectl.jobs.state import get_status
 from pipectl.jobs.submit import Rollback, Submission, hand_over
@@ -231,8 +231,7 @@ def _plan_again(
             return replace(job, plans_in_job=False)
     if is_of_code and plan.key == plan_file_key(spec, profile, cluster):
         return replace(job, cluster=cluster, profile=profile, plan=plan, plans_in_job=False)
-    like_before = before.model_copy(update={"model": spec.model, "loss": spec.loss})
-    same_model = is_fresh(like_before, own_profile)
+    same_model = is_of_model(spec, before, own_profile)
     if spec.pipeline.micro_batches is None and (same_model or last_checkpoint(run) is not None):
         load(run.job, [*overrides, f"pipeline.micro_batches={plan.micro_batches}"])  # checks it
         spec = change(spec, pipeline={"micro_batches": plan.micro_batches})

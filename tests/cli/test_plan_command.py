@@ -32,7 +32,7 @@ from pipectl.planner.explain.scaling import Count, Scaling, ScalingJson
 from pipectl.profile import Profile
 from pipectl.runs import Pauses
 from pipectl.simulate import simulate
-from pipectl.spec import load
+from pipectl.spec import dump, load
 
 PLAN = Path("runs/tiny.plan.json")
 PROFILE = ("lab", "plan", "--profile", "p.json")
@@ -107,14 +107,28 @@ def test_a_corrected_profile_is_written_with_its_plan_alone(cli, profile, record
     assert Profile.load(Path(f"runs/tiny-{os.geteuid()}.profile.json"))
 
 
-def test_a_stale_profile_of_a_run_is_named(cli, profile, recorded):
+def test_a_stale_profile_of_a_run_is_named_and_not_written(cli, profile, recorded):
     shutil.copy(profile, recorded.profile)
+    recorded.job.write_text(dump(load(Path("job.yaml"))))
     result = cli("plan", "job.yaml", "--from-run", "last", "--set=optimizer.kwargs.lr=0.5")
     assert f"{recorded.profile} was measured for other settings" not in result.err
+    shutil.copy(recorded.profile, profile)
     result = cli(
         "plan", "job.yaml", "--from-run", "last", "--set=optimizer.factory=torch.optim:SGD"
     )
     assert f"{recorded.profile} was measured for other settings" in result.err.replace("\n", " ")
+    assert result.code == 0
+    assert profile.read_bytes() == recorded.profile.read_bytes()
+
+
+def test_a_run_of_another_model_corrects_no_profile(cli, profile, recorded):
+    shutil.copy(profile, recorded.profile)
+    recorded.job.write_text(dump(load(Path("job.yaml"))))
+    other = "--set=name=other", "--set=model.kwargs.width=64"
+    result = cli("plan", "job.yaml", "--from-run", "last", *other)
+    assert f"the model of {recorded.name} is not that of other" in result.err.replace("\n", " ")
+    assert result.code != 0
+    assert not list(Path("runs").glob("other*"))
 
 
 RANGE = ("--set=resources.nodes=1-2", "--set=launch.scheduler=slurm", "--bandwidth=100GB/s")
