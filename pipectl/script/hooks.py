@@ -68,6 +68,12 @@ _RANK_VARIABLES = (
     "SLURM_STEP", "PALS_", "CROSS_RANK", "CROSS_SIZE",
 )  # fmt: skip
 """How the names of variables begin by which libraries find that they are one of several ranks."""
+_OF_PIPECTL = (
+    *_RANK_VARIABLES, "PIPECTL_", "PYTHONHASHSEED", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER",
+    "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR",
+)  # fmt: skip
+"""How the names of variables begin that say what pipectl decides: ranks, their devices and how they
+hash."""
 _QUIET = {"WANDB_MODE": "disabled", "MPLBACKEND": "Agg"}
 _SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
 """Options of optimizers; some optimizers keep counters among the others."""
@@ -258,12 +264,37 @@ def hooked(seen: Seen) -> Iterator[None]:
 @contextmanager
 def one_process() -> Iterator[None]:
     """Hide the variables that say that this process is a rank of several, and let libraries tell
-    nothing to tracking services and open no windows.
+    nothing to tracking services and open no windows. Other variables stay as a script sets them.
     """
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(_RANK_VARIABLES)}
-    kept |= _QUIET
-    with mock.patch.dict(os.environ, kept, clear=True):
+    for name, (old, new) in _of_script.items():
+        if os.environ.get(name) == new:
+            _set_variable(name, old)
+    _of_script.clear()
+    before = dict(os.environ)
+    for name in filter(lambda name: name.startswith(_RANK_VARIABLES), before):
+        del os.environ[name]
+    os.environ.update(_QUIET)
+    try:
         yield
+    finally:
+        for name in before.keys() | os.environ.keys():
+            old, new = before.get(name), os.environ.get(name)
+            if name.startswith(_OF_PIPECTL) or name in _QUIET:
+                _set_variable(name, old)
+            elif new != old:
+                _of_script[name] = old, new
+
+
+_of_script: dict[str, tuple[str | None, str | None]] = {}
+"""Variables that the last script of this process has set, before and after: its dataset may read
+them, and another script does not find them."""
+
+
+def _set_variable(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """How many steps a script makes, in which order it reads samples, and what init says of losses."""
 
 import json
+import os
 import signal
 import sys
 from itertools import islice
@@ -249,6 +250,29 @@ def test_samples_are_read_in_the_directory_that_the_script_is_in(beginning, tmp_
     data = Parts.of(written(tmp_path, beginning, text)).dataset()
     assert data[0][0][0] == 0.5
     assert data.collate_fn([data[0]])["inputs"]["0"].shape == (1, 4)
+
+
+def test_variables_that_a_script_sets_are_there_when_samples_are_read(
+    beginning, tmp_path, monkeypatch
+):
+    """But for those that say what pipectl decides; another script does not find them."""
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    names = ("OWN_SCALE", "RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "WANDB_MODE")
+    before = [*map(os.environ.get, names)]
+    text = (
+        "import os\nassert not {{'RANK', 'OWN_SCALE'}} & {{*os.environ}}\n"
+        "os.environ.update(OWN_SCALE='2', RANK='0', WORLD_SIZE='1', CUDA_VISIBLE_DEVICES='0')\n"
+        "class Scaled(torch.utils.data.Dataset):\n    def __len__(self): return 8\n"
+        "    def __getitem__(self, i): return torch.ones(4) * int(os.environ['OWN_SCALE']), 0\n"
+        "for x, y in DataLoader(Scaled(), batch_size=8):\n    {step}"
+    )
+    command = written(tmp_path, beginning, text)
+    for _ in range(2):
+        assert Parts.of(command).dataset()[0][0][0] == 2
+        assert [*map(os.environ.get, names)] == ["2", *before[1:]]
+    Parts.of(written(tmp_path, beginning, "for x, y in loader:\n    {step}"))
+    assert [*map(os.environ.get, names)] == before
 
 
 def test_a_script_that_ends_writes_nothing_and_leaves_no_handlers(beginning, tmp_path):
