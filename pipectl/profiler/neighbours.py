@@ -19,7 +19,7 @@ from pipectl.batch import LOCAL, system_of_this_node
 from pipectl.capture import CapturedJob
 from pipectl.older_python import Self
 from pipectl.profiler.bench import Bench, Subject, single_stage
-from pipectl.profiler.processes import print_nothing, start_processes
+from pipectl.profiler.processes import begin_apart, start_processes
 from pipectl.runtime.device import CpuDevice, set_arithmetic, settle_process
 from pipectl.spec import JobSpec
 from pipectl.spec.code import Snapshot, active, using
@@ -46,25 +46,27 @@ class Neighbours:
         context = multiprocessing.get_context("spawn")
         self._stop = context.Event()
         self._ready = [context.Event() for _ in range(self.count)]
+        # Not daemons: a DataLoader of a script may start processes.
         self._processes: list[BaseProcess] = [
-            context.Process(
-                target=_compute,
-                args=(spec, size, place, ready, self._stop, active()),
-                daemon=True,
-            )
+            context.Process(target=_compute, args=(spec, size, place, ready, self._stop, active()))
             for place, ready in enumerate(self._ready)
         ]
 
     def __enter__(self) -> Self:
-        start_processes(self._processes)
+        try:
+            start_processes(self._processes)
+        except BaseException:
+            self.__exit__()  # Python waits at its end for those that have started
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        for process in self._processes:
+        started = [process for process in self._processes if process.pid is not None]
+        for process in started:
             process.terminate()
         deadline = time.monotonic() + _END_S
-        for process in self._processes:
+        for process in started:
             process.join(max(0.0, deadline - time.monotonic()))
             process.kill()
             process.join()
@@ -132,7 +134,7 @@ def _compute(
         place: among the neighbours; if memory is short, the first ones compute.
         code: that the measuring process uses.
     """
-    print_nothing()
+    begin_apart()
     settle_process(spec.threads)
     set_arithmetic(spec.training)
     measuring = multiprocessing.parent_process()

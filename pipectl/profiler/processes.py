@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -19,11 +20,14 @@ def start_processes(processes: Iterable[BaseProcess]) -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def print_nothing() -> None:
-    """In such a process: print nothing from now on, also when it is terminated.
+def begin_apart() -> None:
+    """In such a process, before all else: print nothing from now on, also when it is terminated, and
+    let the user's code start processes as in a program of its own.
 
     What fails here also fails in the measuring process, which tells the user.
     """
+    # Else a DataLoader would spawn its workers, as this process was, and each would run the script.
+    multiprocessing.set_start_method(None, force=True)
     silence = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(silence, stream)

@@ -34,7 +34,7 @@ from pipectl.capture.python_state import plain_tensors
 from pipectl.errors import PipectlError
 from pipectl.hash_seed import VARIABLE
 from pipectl.profile_parts import Readings
-from pipectl.profiler.processes import print_nothing, start_processes
+from pipectl.profiler.processes import begin_apart, start_processes
 from pipectl.spec import JobSpec
 from pipectl.spec.code import Snapshot, active, using
 
@@ -158,7 +158,8 @@ def other_reader(spec: JobSpec) -> Iterator[OtherReader]:
     """Start such a process, and end it."""
     context = multiprocessing.get_context("spawn")
     receiving, sending = context.Pipe(duplex=False)
-    process = context.Process(target=_read, args=(spec, active(), sending), daemon=True)
+    # Not a daemon: a DataLoader of a script may start processes.
+    process = context.Process(target=_read, args=(spec, active(), sending))
     seed = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = next(other for other in _OTHER_SEEDS if other != seed)
     try:
@@ -178,7 +179,7 @@ def other_reader(spec: JobSpec) -> Iterator[OtherReader]:
 
 
 def _read(spec: JobSpec, snapshot: Snapshot | None, sending: Connection) -> None:
-    print_nothing()
+    begin_apart()
     with using(snapshot):
         script = parts_of_script(spec)
         training, held_out = training_loader(spec, script), evaluation_loader(spec, script)

@@ -15,7 +15,7 @@ from pipectl.capture import CapturedJob
 from pipectl.capture.job import SMALLEST_EXPORT
 from pipectl.errors import CaptureError
 from pipectl.profiler.effort import measured_sizes
-from pipectl.profiler.processes import print_nothing, start_processes
+from pipectl.profiler.processes import begin_apart, start_processes
 from pipectl.profiler.trial import try_job
 from pipectl.runtime.device import set_arithmetic, settle_process
 from pipectl.script import Command, Parts
@@ -104,7 +104,7 @@ def compare_in_process(command: Command, *, own_schedule: bool = False) -> Compa
 def _compare(
     command: Command, own_schedule: bool, snapshot: Snapshot | None, sending: Connection
 ) -> None:
-    print_nothing()
+    begin_apart()
     with using(snapshot):
         try:
             sending.send(compare_steps(command, own_schedule=own_schedule))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from multiprocessing import spawn
@@ -12,12 +13,14 @@ import torch
 
 from pipectl.capture import CapturedJob
 from pipectl.profile_parts import Readings
+from pipectl.profiler.neighbours import Neighbours
 from pipectl.profiler.readings import (
     find_redrawn,
     find_redrawn_samples,
     find_shared_samples,
     other_reader,
 )
+from pipectl.spec import load
 
 ODD = Path(__file__).parents[1] / "runtime" / "odd_data.py"
 SHARED = Path(__file__).with_name("held_out.py")
@@ -42,6 +45,33 @@ def test_a_second_process_reads_the_same_samples(
     spec = spec_maker(ODD)("Copy", loss="torch.nn:MSELoss", data=data, **sections)
     with other_reader(spec) as other:
         assert other.compare(CapturedJob(spec)) is READINGS[data, held_out]
+
+
+LOADS_BESIDE = """
+import torch
+data = [(torch.ones(4) * i, torch.zeros(1)) for i in range(16)]
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for x, y in torch.utils.data.DataLoader(data, 4, num_workers=1):
+    (model(x) - y).pow(2).mean().backward()
+    optimizer.step()
+"""
+
+
+def test_scripts_start_loading_processes_beside_the_measuring_one(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    (tmp_path / "script.py").write_text(LOADS_BESIDE)
+    job = {
+        "script": {"file": "script.py"},
+        "training": {"batch_size": 4, "steps": 2},
+        "resources": {"tasks_per_node": 2},
+    }
+    (tmp_path / "job.yaml").write_text(json.dumps(job))
+    spec = load(tmp_path / "job.yaml")
+    with other_reader(spec) as other, Neighbours(spec, 4) as neighbours:
+        assert other.compare(CapturedJob(spec)) is Readings.SAME
+        neighbours.wait()
+        assert neighbours.computing == 1
 
 
 @pytest.mark.parametrize(("seed", "name"), [(None, "second.weight"), (1, None)])
