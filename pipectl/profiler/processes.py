@@ -21,8 +21,8 @@ def start_processes(processes: Iterable[BaseProcess]) -> None:
 
 
 def begin_apart() -> None:
-    """In such a process, before all else: print nothing from now on, also when it is terminated, and
-    let the user's code start processes as in a program of its own.
+    """In such a process, before all else: print nothing from now on, also when it is terminated,
+    and let the user's code start processes as in a program of its own.
 
     What fails here also fails in the measuring process, which tells the user.
     """

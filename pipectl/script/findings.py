@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice, takewhile
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,24 +17,21 @@ from torch.utils.data import IterableDataset
 from pipectl.errors import CaptureError
 from pipectl.script.halves import Kind, kind_of_loss, refusal_of_half
 from pipectl.script.later import Compared
+from pipectl.script.limits import limit_of, rounds_of_while
 from pipectl.script.loops import (
-    Loop,
-    begins_anew,
+    batches_in,
     freezes,
     hand_set,
-    is_endless,
+    is_over_data,
     jumps,
-    limit_of,
     loops_around,
-    range_of,
-    reads_a_part,
-    steps_of_trainer,
 )
 from pipectl.script.optimizers import follows_evaluations
 from pipectl.script.order import SharedGenerators, described
 from pipectl.script.parts import Modules, Parts
 from pipectl.script.program import Place, name_of
 from pipectl.script.recorder import at
+from pipectl.script.steps import loops_of_job, steps_of
 from pipectl.script.trainings import later_trainings
 from pipectl.spec.types import SCRIPT
 
@@ -95,7 +92,7 @@ def findings_of(parts: Parts, compared: Compared) -> Findings:
     """
     found = Findings()
     _add_model(parts, found)
-    _add_data(parts, found)
+    _add_data(parts, found, compared)
     _add_evaluation(parts, found, compared)
     _add_optimizer(parts, found)
     _add_steps(parts, found)
@@ -156,7 +153,7 @@ def _batch_norms(parts: Parts) -> Iterator[str]:
             yield name
 
 
-def _add_data(parts: Parts, found: Findings) -> None:
+def _add_data(parts: Parts, found: Findings, compared: Compared) -> None:
     loader, place = parts.loader, parts.loading.place
     found.taken.append(Finding("data", described(loader.dataset), place))
     inputs, targets = parts.program.batch_leaves()
@@ -164,9 +161,12 @@ def _add_data(parts: Parts, found: Findings) -> None:
     words += f"; {', '.join(map(name_of, targets)) or 'nothing'} to the loss"
     found.taken.append(Finding("batch", words, place))
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
-    order = f"{type(sampler).__name__}, in the order of the script"
-    found.taken.append(Finding("order", order, place))
-    if loader.drop_last:
+    order = "as the dataset gives them"
+    if not isinstance(loader.dataset, IterableDataset):
+        order = f"{type(sampler).__name__}, in the order of the script"
+    if not compared.others:
+        found.taken.append(Finding("order", order, place))
+    if parts.leaves_rest or (loader.drop_last and not parts.batches_left):
         found.data["drop_last"] = True
     if loader.num_workers:
         found.data["workers"] = loader.num_workers
@@ -236,72 +236,22 @@ def _follower(parts: Parts, schedule: Any, *, taken: bool) -> Finding:
 
 
 def _add_steps(parts: Parts, found: Findings) -> None:
-    known = steps_of(parts)
-    if known is None:
+    steps, words, place = steps_of(parts)
+    if steps is None:
         found.training["steps"] = _DEFAULT_STEPS
         found.guessed.append("steps")
+        words += f": training.steps, {_DEFAULT_STEPS}, is a guess; set it"
+        found.differs.append(Finding("steps", words, place))
         return
-    steps, words, place = known
     found.training["steps"] = steps
     found.taken.append(Finding("steps", words, place))
-
-
-def steps_of(parts: Parts) -> tuple[int, str, Place | None] | None:
-    """Return the optimizer steps of the whole script, how they are counted, and where it says so.
-
-    They follow from the loops around the step: those over a ``range``, and one over the loader.
-    """
-    total, words, place = 1, list[str](), parts.loading.place
-    over_loader = False
-    per_epoch = None
-    if not isinstance(parts.loader.dataset, IterableDataset):
-        per_epoch = parts.steps_per_epoch
-    frames, accumulation = parts.seen.frames, parts.accumulation
-    limit, end = _limit_of_steps(parts)
-    if (known := steps_of_trainer(frames, per_epoch)) is not None:
-        return known, f"{known}, by the trainer", parts.seen.stepped
-    for file, loop, names in _loops_of_job(parts):
-        if isinstance(loop, ast.While) or is_endless(loop, names):
-            return None if limit is None else (limit, f"{limit}, by the script's own count", end)
-        if (count := range_of(loop, names)) is not None:
-            total *= count
-            words.append(f"{count} times ({ast.unparse(loop.iter)})")
-            place = file, loop.lineno
-        elif not over_loader and per_epoch is not None:
-            over_loader = True
-            words.append(f"{per_epoch} a time over the data")
-    if not words:
-        return None
-    if over_loader and per_epoch is not None:
-        total *= per_epoch
-    else:
-        total = max(total // accumulation, 1)
-    if limit is not None and limit < total:
-        return limit, f"{limit}, by the script's own count", end
-    return total, f"{total}: {', '.join(reversed(words))}", place
-
-
-def _loops_of_job(parts: Parts) -> Iterator[tuple[str, Loop, dict[str, Any]]]:
-    """Yield the loops around the step that keep the optimizer, innermost first."""
-    made = parts.seen.made_by.get(id(parts.optimizer), ())
-    loops = loops_around(parts.seen.frames)
-    return takewhile(lambda each: not begins_anew(each[0], each[1], made), loops)
-
-
-def _limit_of_steps(parts: Parts) -> tuple[int | None, Place | None]:
-    """Return the smallest number of steps after which the script ends its loops, and where."""
-    frames = parts.seen.frames
-    places = [(file, line) for file, line, _, _ in jumps(frames)]
-    places += [(file, loop.lineno) for file, loop, _ in loops_around(frames)]
-    limits = [(limit_of(frames, place[1], parts.accumulation), place) for place in places]
-    return min(((n, place) for n, place in limits if n), default=(None, None))
 
 
 def _add_evaluation(parts: Parts, found: Findings, compared: Compared) -> None:
     """Take the data that the script evaluates with after an epoch, if there are one."""
     for data, place, name in compared.evaluated:
-        if len(compared.evaluated) == 1 and _is_alike(parts, name):
-            every = parts.steps_per_epoch
+        every = parts.known_steps_per_epoch
+        if len(compared.evaluated) == 1 and every is not None and _is_alike(parts, name):
             source = {"factory": SCRIPT, "kwargs": {"loader": name}}
             found.evaluation.update(data=source, every=every)
             words = f"{data} ({name}) every {every} steps (an epoch), by the script's loss"
@@ -391,11 +341,24 @@ def _add_rest(parts: Parts, found: Findings, compared: Compared) -> None:
     if compared.keeps_gradients:
         words = "no zero_grad() was seen; pipectl drops the gradients of every step"
         found.differs.append(Finding("gradients", words, seen.stepped))
-    if parts.accumulation > 1 and len(parts.loader) % parts.accumulation:
-        words = f"an epoch has {len(parts.loader)} batches, no multiple of {parts.accumulation}: "
-        words += "the last step of an epoch takes those that are left, by their mean, and its loss "
-        words += "may be another one than in the script; data.drop_last: true leaves them out"
-        found.differs.append(Finding("accumulation", words, seen.stepped))
+    if parts.batches_left:
+        found.differs.append(Finding("accumulation", _words_of_rest(parts), seen.stepped))
+
+
+def _words_of_rest(parts: Parts) -> str:
+    """What becomes of the batches at the end of an epoch that are fewer than those of a step."""
+    words = f"an epoch has {parts.batches} batches, no multiple of {parts.accumulation}: "
+    if parts.leaves_rest:
+        words += "the script makes no step of those that are left, and the job leaves them out "
+        words += "(data.drop_last: true); gradients of them that the script does not drop are in "
+        return words + "its next step, and not in that of the job"
+    words += "the last step of an epoch takes those that are left, by their mean, and its loss "
+    words += "may be another one than in the script"
+    if parts.steps_rest is None:
+        words += (
+            "; if the script makes no step of them, set data.drop_last: true, and training.steps"
+        )
+    return words
 
 
 def _add_order(parts: Parts, found: Findings, compared: Compared) -> None:
@@ -426,9 +389,11 @@ def _batches(parts: Parts, compared: Compared) -> Iterator[Finding]:
 
 def _jumps(parts: Parts) -> Iterator[Finding]:
     """What ends loops of the script early, and not the job; and a loop that begins anew."""
-    frames = parts.seen.frames
-    for file, line, statement, over_data in jumps(frames):
-        if limit_of(frames, line, parts.accumulation) is not None:
+    frames, data = parts.seen.frames, parts.loading.places
+    counted = [rounds_of_while(x) for x in loops_around(frames) if isinstance(x.node, ast.While)]
+    ends = [each[1] for each in counted if each is not None]
+    for file, line, statement, over_data in jumps(frames, data):
+        if limit_of(frames, line, parts.accumulation) is not None or line in ends:
             continue
         words = f"`{statement}` ends a loop early, and not the job: set training.steps, or "
         words += "evaluation.early_stopping"
@@ -436,16 +401,19 @@ def _jumps(parts: Parts) -> Iterator[Finding]:
             words = f"`{statement}` in the loop over the data: the job trains on every batch of an "
             words += "epoch; leave samples out by the dataset, and set training.steps"
         yield Finding("batches" if over_data else "steps", words, (file, line))
-    for file, loop, _ in loops_around(frames):
-        if isinstance(loop, ast.For) and reads_a_part(loop):
-            words = "`islice` in the loop over the data: the job trains on every batch of an "
-            words += "epoch; leave samples out by the dataset, and set training.steps"
-            yield Finding("batches", words, (file, loop.lineno))
-    own = len(list(_loops_of_job(parts)))
-    for file, loop, _ in islice(loops_around(frames), own, own + 1):
+    for loop in loops_around(frames):
+        place = loop.file, loop.node.lineno
+        batches = batches_in(loop, data, parts.batches) if is_over_data(loop, data) else None
+        if batches is not None and batches < (parts.batches or batches):
+            words = f"`{ast.unparse(loop.node.iter)}` gives a part of the data: the job trains on "
+            words += "every batch of an epoch; leave samples out by the dataset, and set "
+            words += "training.steps"
+            yield Finding("batches", words, place)
+    own = len(list(loops_of_job(parts)))
+    for loop in islice(loops_around(frames), own, own + 1):
         words = "every round of this loop makes an optimizer: the job is the first round; make "
         words += "what differs an argument of the script, for a job of each"
-        yield Finding("steps", words, (file, loop.lineno))
+        yield Finding("steps", words, (loop.file, loop.node.lineno))
 
 
 def _draws_samples(dataset: Any) -> bool:

@@ -120,6 +120,9 @@ class Loading:
         start: the random numbers when it began to draw the order of the samples.
         first: number of its first batch.
         begun_after: so many steps of the optimizer.
+        places: all lines of the script that were being run when its first batch was read, innermost
+            first.
+        is_over: whether all batches have been read.
     """
 
     loader: DataLoader[Any]
@@ -127,6 +130,8 @@ class Loading:
     first: int
     place: Place
     begun_after: int = 0
+    places: list[Place] = field(default_factory=list)
+    is_over: bool = False
 
 
 @dataclass
@@ -460,7 +465,13 @@ class _Batches:
             self._end_soon()
         if not self._given and not self._loading.loader.num_workers:  # it draws the order only now
             self._loading.start = Generators(self._loading.loader, is_iterated=True)
-        batch = next(self._batches)
+        if not self._given:
+            self._loading.places = list(script_places())
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._loading.is_over = True
+            raise
         self._given += 1
         number = len(self._seen.loadings)
         self._seen.loadings[number] = self._loading

@@ -8,30 +8,26 @@ their own: the ``Trainer`` of transformers and of TRL, accelerate and Lightning 
 from __future__ import annotations
 
 import ast
-import operator
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
 
+import torch
+
+import pipectl
 from pipectl.faults import is_user_code
 from pipectl.script.program import Place
+from pipectl.script.rounds import names_loader, rounds_of
 from pipectl.spec.code import read_source
 
 Frame = tuple[CodeType, dict[str, Any], dict[str, Any], int]
 """Of the stack: its code, globals, locals and line."""
 
-_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-}
-
-_ITEMS_AND_STOP = 2
-"""Arguments of ``islice(loader, 10)``."""
+_WITHOUT_LOOPS = tuple(str(Path(each.__file__ or "").parent) for each in (torch, pipectl))
+"""Packages whose loops around a step are over hooks."""
 Loop = ast.For | ast.While
 """Of a script."""
 
@@ -71,6 +67,12 @@ def _trainer(frames: Iterable[Frame], module: str) -> Any:
     return None
 
 
+def trains_itself(frames: Iterable[Frame]) -> bool:
+    """Whether a trainer of transformers or Lightning makes the steps."""
+    frames = list(frames)
+    return any(_trainer(frames, name) is not None for name in ("transformers.trainer", "lightning"))
+
+
 def steps_of_trainer(frames: Iterable[Frame], per_epoch: int | None) -> int | None:
     """Return the optimizer steps of a trainer; None if there is none, or it does not end.
 
@@ -106,232 +108,190 @@ def interval_of_trainer(
 # Loops of the script.
 
 
+class Around(NamedTuple):
+    """A statement of the user around the optimizer's step.
+
+    Args:
+        node: a loop, or an ``if``.
+        names: the variables at the first step.
+        line: of the step, or of what leads to it, in this file.
+    """
+
+    file: str
+    node: Any
+    names: dict[str, Any]
+    line: int
+
+
 def comes_again(frames: Iterable[Frame], made: Collection[Place]) -> bool:
-    """Whether the innermost loop around a step is within another one that will run it again.
+    """Whether the innermost loop around a step is within another one that may run it again.
 
     Args:
         made: the lines that made the optimizer.
     """
     frames = list(frames)
-    if any(_trainer(frames, name) is not None for name in ("transformers.trainer", "lightning")):
+    if trains_itself(frames):
         return False
     outer = list(loops_around(frames))[1:]
     return any(
-        isinstance(loop, ast.While) or (range_of(loop, names) or 0) > 1
-        for file, loop, names in outer
-        if not begins_anew(file, loop, made)
+        isinstance(each.node, ast.While) or (rounds_of(each.node.iter, each.names) or 2) > 1
+        for each in outer
+        if not begins_anew(each, made)
     )
 
 
-def begins_anew(file: str, loop: Loop, made: Collection[Place]) -> bool:
+def begins_anew(loop: Around, made: Collection[Place]) -> bool:
     """Whether every round of a loop makes an optimizer of its own, as a loop over folds does.
 
     Args:
         made: the lines that made the optimizer.
     """
-    end = loop.end_lineno or loop.lineno
-    return any(where == file and loop.lineno < line <= end for where, line in made)
+    node = loop.node
+    end = node.end_lineno or node.lineno
+    return any(where == loop.file and node.lineno < line <= end for where, line in made)
 
 
-def loops_around(frames: Iterable[Frame]) -> Iterator[tuple[str, Loop, dict[str, Any]]]:
-    """Yield the file of every loop around the step, the loop and its names, innermost
-    first.
-    """
+def statements_around(
+    frames: Iterable[Frame], kinds: tuple[type[ast.AST], ...]
+) -> Iterator[Around]:
+    """Yield the statements of some kinds that hold the step, innermost first."""
     for code, scope, own, line in frames:
         if is_user_code(code.co_filename):
-            with suppress(OSError, SyntaxError, ValueError):
-                tree = ast.parse(read_source(Path(code.co_filename)))
-                for loop in _loops_of_function(tree, line):
-                    yield code.co_filename, loop, {**scope, **own}
+            for node in _around(code.co_filename, line, kinds):
+                yield Around(code.co_filename, node, {**scope, **own}, line)
 
 
-def _loops_of_function(tree: ast.AST, line: int) -> Iterator[Loop]:
-    """Yield the loops of the innermost function that hold a line, innermost first."""
+def loops_around(frames: Iterable[Frame]) -> Iterator[Around]:
+    """Yield the loops around the step, innermost first."""
+    return statements_around(frames, (ast.For, ast.While))
+
+
+def loops_at(place: Place) -> list[Loop]:
+    """The loops around a line, of the function that holds it, innermost first."""
+    return list(_around(*place, (ast.For, ast.While)))
+
+
+def _around(file: str, line: int, kinds: tuple[type[ast.AST], ...]) -> Iterator[Any]:
+    """Yield the statements of the innermost function that hold a line, innermost first."""
+    tree = tree_of(file)
     inside = [
         node
         for node in ast.walk(tree)
-        if isinstance(node, ast.For | ast.While | ast.FunctionDef)
-        and node.lineno <= line <= (node.end_lineno or node.lineno)
+        if isinstance(node, (*kinds, ast.FunctionDef))
+        and node.lineno <= line <= (node.end_lineno or node.lineno)  # type: ignore[attr-defined]
     ]
-    for node in sorted(inside, key=lambda node: -node.lineno):
+    for node in sorted(inside, key=lambda node: -node.lineno):  # type: ignore[attr-defined]
         if isinstance(node, ast.FunctionDef):
             return
         yield node
 
 
-def range_of(loop: ast.For, names: Mapping[str, Any]) -> int | None:
-    """How often a loop over a range of known numbers runs, or over one that a variable holds."""
-    call: ast.expr | None = loop.iter
-    part = next((each for each in ast.walk(loop.iter) if _is_islice(each)), None)
-    if isinstance(part, ast.Call) and len(part.args) == _ITEMS_AND_STOP:
-        return _number(part.args[1], names)
-    while isinstance(call, ast.Call) and not ast.unparse(call.func).endswith("range"):  # trange
-        call = call.args[0] if call.args else None  # tqdm(range(n))
-    if isinstance(call, ast.Name | ast.Attribute):
-        held = value_of(call, names)
-        while not isinstance(held, range) and hasattr(held, "iterable"):  # bar = tqdm(range(n))
-            held = held.iterable
-        return len(held) if isinstance(held, range) else None
-    if not isinstance(call, ast.Call):
-        return None
-    numbers = [_number(arg, names) for arg in call.args]
-    if not numbers or any(number is None for number in numbers):
-        return None
-    return len(range(*map(int, numbers)))  # type: ignore[arg-type]
+def tree_of(file: str) -> ast.Module:
+    """The statements of a file; none if it cannot be read."""
+    with suppress(OSError, SyntaxError, ValueError):
+        return ast.parse(read_source(Path(file)))
+    return ast.Module([], [])
 
 
-def reads_a_part(loop: ast.For) -> bool:
-    """Whether a loop is over the first items of something, by ``islice``."""
-    return any(map(_is_islice, ast.walk(loop.iter)))
+def loop_of_library(frames: Iterable[Frame]) -> Place | None:
+    """The line of a library that has a loop around the step, within all loops of the user."""
+    for code, _, _, line in frames:
+        place = code.co_filename, line
+        if not place[0].startswith(_WITHOUT_LOOPS) and loops_at(place):
+            return None if is_user_code(place[0]) else place
+    return None
 
 
-def _is_islice(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and ast.unparse(node.func).endswith("islice")
+def is_over_data(loop: Around, data: Collection[Place]) -> bool:
+    """Whether a loop is over the training data, or over what reads them.
 
-
-def is_endless(loop: ast.For, names: Mapping[str, Any]) -> bool:
-    """Whether a loop is over what a generator function of the user gives that may read the data
-    several times, or in part: one with a ``while`` or a ``return``.
+    Args:
+        data: the lines that were being run when the first batch was read.
     """
-    for call in ast.walk(loop.iter):
-        value = value_of(call.func, names) if isinstance(call, ast.Call) else None
-        code = getattr(value, "__code__", None)
-        if isinstance(code, CodeType) and is_user_code(code.co_filename):
-            with suppress(OSError, SyntaxError, ValueError):
-                tree = ast.parse(read_source(Path(code.co_filename)))
-                for node in ast.walk(tree):
-                    if isinstance(node, ast.FunctionDef) and node.lineno == code.co_firstlineno:
-                        return any(isinstance(x, ast.While | ast.Return) for x in ast.walk(node))
+    node = loop.node
+    if not isinstance(node, ast.For):
+        return False
+    if not any(_begins(loop, place) for place in data):
+        return False
+    is_apart = node.body[0].lineno > (node.iter.end_lineno or node.lineno)
+    is_read_here = is_apart or rounds_of(node.iter, loop.names) is None
+    return is_read_here or names_loader(node.iter, loop.names)
+
+
+def batches_in(loop: Around, data: list[Place], batches: int | None) -> float | None:
+    """How many batches a loop over the training data has; None if that is not known.
+
+    Args:
+        data: see :func:`is_over_data`; innermost first.
+        batches: of the loader.
+    """
+    found = rounds_of(loop.node.iter, loop.names)
+    if found is not None:
+        return found
+    # A generator of the user's reads them: whatever else it does is not known.
+    for place in data:
+        if _begins(loop, place):
+            return batches
+        if not _passes_on(place):
+            return None
+    return batches
+
+
+def _begins(loop: Around, place: Place) -> bool:
+    """Whether a line is one of those that say what a ``for`` goes through."""
+    return place[0] == loop.file and _begins_at(loop.node, place[1])
+
+
+def _begins_at(node: Any, line: int) -> bool:
+    return bool(node.lineno <= line <= (node.iter.end_lineno or node.lineno))
+
+
+def _passes_on(place: Place) -> bool:
+    """Whether the function that holds a line has one loop, which ends with what it goes through."""
+    file, line = place
+    functions = [
+        node
+        for node in ast.walk(tree_of(file))
+        if isinstance(node, ast.FunctionDef) and node.lineno <= line <= (node.end_lineno or 0)
+    ]
+    for function in sorted(functions, key=lambda node: -node.lineno)[:1]:
+        inner = list(ast.walk(function))
+        loops = [node for node in inner if isinstance(node, Loop)]
+        if any(isinstance(node, ast.Return | ast.Break | ast.While) for node in inner):
+            return False
+        return len(loops) < 2 and all(_begins_at(loop, line) for loop in loops)
     return False
 
 
-def _number(node: ast.expr, names: Mapping[str, Any]) -> int | None:
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        left, right = _number(node.left, names), _number(node.right, names)
-        if left is None or right is None or (isinstance(node.op, ast.FloorDiv) and not right):
-            return None
-        return _OPERATORS[type(node.op)](left, right)
-    value = node.value if isinstance(node, ast.Constant) else value_of(node, names)
-    return int(value) if isinstance(value, int | float) and value == int(value) else None
-
-
-def jumps(frames: Iterable[Frame]) -> Iterator[tuple[str, int, str, bool]]:
+def jumps(frames: Iterable[Frame], data: Collection[Place]) -> Iterator[tuple[str, int, str, bool]]:
     """Yield file, line and statement of what ends a loop around the step, or a round of it, early:
     ``break``, ``continue``, or a ``return`` of the function; and whether that loop is over the
     data. A ``continue`` of other loops is left out.
     """
-    for file, loop, names in loops_around(frames):
-        over_data = isinstance(loop, ast.For) and range_of(loop, names) is None
+    for loop in loops_around(frames):
+        over_data = is_over_data(loop, data)
         kinds = (ast.Break, ast.Return, *([ast.Continue] if over_data else []))
-        for node in _statements(loop.body):
+        for node in statements_in(loop.node.body):
             if isinstance(node, kinds):
-                yield file, node.lineno, type(node).__name__.lower(), over_data
+                yield loop.file, node.lineno, type(node).__name__.lower(), over_data
 
 
-class _Test(NamedTuple):
-    """A comparison by which a loop ends.
-
-    Args:
-        variable, limit: that are compared.
-        over: 1 if the loop ends when the variable is larger than the limit, 0 if when it is equal.
-        end: the line from which on the comparison counts.
-    """
-
-    variable: ast.expr
-    limit: ast.expr
-    over: int
-    end: int
-
-
-def limit_of(frames: Iterable[Frame], line: int, accumulation: int) -> int | None:
-    """Return after how many optimizer steps the statement of a line ends a loop, where it says so:
-    ``if step >= max_steps: break``, or ``while step < max_steps:``, with a variable that counts
-    them from 0 (``step += 1`` after the step).
-
-    Args:
-        frames: of the stack at the first step.
-        line: of a ``break``, a ``return`` or a ``while``.
-        accumulation: batches in a step, if the variable counts these.
-    """
-    for code, scope, own, stepped in frames:
-        if is_user_code(code.co_filename):
-            with suppress(OSError, SyntaxError, ValueError):
-                tree = ast.parse(read_source(Path(code.co_filename)))
-                for test in _tests_of(tree, line):
-                    found = _limit(tree, test, stepped, {**scope, **own}, accumulation)
-                    if found is not None:
-                        return found
-    return None
-
-
-def _tests_of(tree: ast.AST, line: int) -> Iterator[_Test]:
-    """Yield the comparisons of a variable with a limit by which a line ends a loop."""
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.If | ast.While):
-            continue
-        is_while = isinstance(node, ast.While)
-        kinds = (ast.Lt, ast.LtE) if is_while else (ast.GtE, ast.Eq, ast.Gt)
-        lines = [node.lineno] if is_while else [each.lineno for each in node.body]
-        for compared in _compared(node.test) if line in lines else ():
-            left, (kind, *more) = compared.left, compared.ops
-            if isinstance(kind, kinds) and isinstance(left, ast.Name | ast.Attribute) and not more:
-                end = (node.end_lineno or line) + 1 if is_while else node.lineno
-                over = int(isinstance(kind, ast.Gt | ast.LtE))
-                yield _Test(left, compared.comparators[0], over, end)
-
-
-def _compared(test: ast.expr) -> Iterator[ast.Compare]:
-    """Yield the comparison in a test, which may ask for None, too: ``n is not None and i >= n``."""
-    parts = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
-    others = [each for each in parts if "is not None" not in ast.unparse(each)]
-    if len(others) == 1 and isinstance(others[0], ast.Compare):
-        yield others[0]
-
-
-def _limit(
-    tree: ast.AST, test: _Test, stepped: int, names: Mapping[str, Any], accumulation: int
-) -> int | None:
-    """Return the steps until a variable that counts steps from 0, or batches, reaches a limit."""
-    name, limit = ast.unparse(test.variable), _number(test.limit, names)
-    blocks = [
-        block
-        for node in ast.walk(tree)
-        for field in ("body", "orelse")
-        if isinstance(block := getattr(node, field, None), list)
-    ]
-    counts = [
-        (each, block)
-        for block in blocks
-        for each in block
-        if isinstance(each, ast.AugAssign) and ast.unparse(each) == f"{name} += 1"
-    ]
-    if limit is None or len(counts) != 1:
-        return None
-    count, block = counts[0]
-    around = [node for node in block if node.lineno <= stepped <= (node.end_lineno or stepped)]
-    if not around or not stepped < count.lineno < test.end:
-        return None
-    batches = accumulation if isinstance(around[0], ast.If | ast.For | ast.While) else 1
-    is_first = value_of(test.variable, names) == batches - 1
-    return (limit + test.over) // batches if is_first else None
-
-
-def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+def statements_in(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
     """Yield the statements of a loop, without those of loops and functions within it."""
     for node in body:
         yield node
         if not isinstance(node, ast.For | ast.While | ast.FunctionDef | ast.ClassDef):
             for _, value in ast.iter_fields(node):
                 if isinstance(value, list):
-                    yield from _statements(each for each in value if isinstance(each, ast.stmt))
+                    yield from statements_in(each for each in value if isinstance(each, ast.stmt))
 
 
 def freezes(frames: Iterable[Frame]) -> list[tuple[str, int]]:
     """Return the places in loops around the step that set ``requires_grad``."""
     found = {
-        (file, node.lineno)
-        for file, loop, _ in loops_around(frames)
-        for node in ast.walk(loop)
+        (loop.file, node.lineno)
+        for loop in loops_around(frames)
+        for node in ast.walk(loop.node)
         if isinstance(node, ast.Attribute)
         and (
             node.attr == "requires_grad_"
@@ -362,13 +322,6 @@ def _sets(node: ast.Subscript, option: str) -> bool:
     return is_set and isinstance(node.slice, ast.Constant) and node.slice.value == option
 
 
-def named(text: str, names: Mapping[str, Any]) -> Any:
-    """The value of a variable, or of a part of one: ``loaders['val']``; None if there is none."""
-    with suppress(SyntaxError, ValueError):
-        return value_of(ast.parse(text, mode="eval").body, names)
-    return None
-
-
 def names_of(value: Any, frames: Iterable[Frame]) -> Iterator[str]:
     """Yield the variables that are a value, or whose attribute or entry it is."""
     for _, scope, own, _ in frames:
@@ -380,15 +333,3 @@ def names_of(value: Any, frames: Iterable[Frame]) -> Iterator[str]:
             elif name == "self":
                 inner = vars(item) if hasattr(item, "__dict__") else {}
                 yield from (f"self.{key}" for key, each in inner.items() if each is value)
-
-
-def value_of(node: ast.expr, names: Mapping[str, Any]) -> Any:
-    """The value of a name, or of an attribute or an entry of one; None if there is none."""
-    if isinstance(node, ast.Name):
-        return names.get(node.id)
-    if isinstance(node, ast.Attribute):
-        return getattr(value_of(node.value, names), node.attr, None)
-    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        with suppress(TypeError, LookupError):
-            return value_of(node.value, names)[node.slice.value]
-    return None

@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer
 
 from pipectl.faults import is_user_code
 from pipectl.script.hooks import Seen
-from pipectl.script.loops import value_of
+from pipectl.script.values import value_of
 from pipectl.spec.code import read_source
 
 

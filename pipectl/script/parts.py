@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from pipectl.errors import CaptureError
 from pipectl.faults import is_user_code
 from pipectl.script.hooks import Loading, Seen
-from pipectl.script.loops import interval_of_trainer, named
+from pipectl.script.loops import interval_of_trainer
 from pipectl.script.optimizers import (
     Schedules,
     cut_down,
@@ -44,7 +44,10 @@ from pipectl.script.program import (
     rebuilt,
 )
 from pipectl.script.recorder import Recording, at
+from pipectl.script.remainders import steps_rest
+from pipectl.script.rounds import batches_of
 from pipectl.script.run import Command, run_script
+from pipectl.script.values import named
 
 _UNFOLLOWED = {"item", "__float__", "__int__", "__index__"}
 _ADD_NOTHING = ("accelerate", "lightning", "lightning_fabric", "mmengine", "pytorch_lightning")
@@ -251,7 +254,11 @@ class Parts:
         return moved(followers[0], optimizer)
 
     def steps_between(self, schedule: Any) -> int:
-        """Optimizer steps between two steps of a schedule: 1, or those of an epoch."""
+        """Optimizer steps between two steps of a schedule: 1, or those of an epoch.
+
+        Raises:
+            CaptureError: these are not known.
+        """
         known = interval_of_trainer(self.seen.frames, schedule, lambda: self.steps_per_epoch)
         if known is not None:
             return known
@@ -259,10 +266,51 @@ class Parts:
             return 1
         return self.steps_per_epoch
 
+    @cached_property
+    def batches(self) -> int | None:
+        """Batches of the loader in an epoch; None if they are not known before it ends."""
+        return batches_of(self.loader)
+
+    @property
+    def batches_left(self) -> int:
+        """Batches at the end of an epoch that are fewer than those of a step."""
+        return (self.batches or 0) % self.accumulation
+
+    @cached_property
+    def steps_rest(self) -> bool | None:
+        """Whether the script makes a step of these; None if it does not say."""
+        return steps_rest(self.seen.frames, self.loading.places, self.optimizer, self.batches or 0)
+
+    @property
+    def leaves_rest(self) -> bool:
+        """Whether it leaves them out."""
+        return self.batches_left > 0 and self.steps_rest is False
+
+    @property
+    def known_steps_per_epoch(self) -> int | None:
+        """Optimizer steps of an epoch, in the script and in the job; None if they are not known."""
+        if self.batches is None:
+            return None
+        rest = bool(self.batches_left) and not self.leaves_rest
+        return max(self.batches // self.accumulation + rest, 1)
+
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps of an epoch."""
-        return max(len(self.loader) // self.accumulation, 1)
+        """Optimizer steps of an epoch, in the script and in the job.
+
+        Raises:
+            CaptureError: they are not known.
+        """
+        known = self.known_steps_per_epoch
+        if known is None:
+            raise CaptureError(
+                f"{at(self.loading.place)}: how many batches an epoch has is not known before it "
+                "ends, and a schedule steps after every epoch",
+                hint="give the dataset a __len__ and the DataLoader no more than one worker; step "
+                "the schedule after every step of the optimizer; or name another one under "
+                "lr_scheduler in the job",
+            )
+        return known
 
 
 def program_of(recording: Recording, model: nn.Module) -> Program:

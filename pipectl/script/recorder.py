@@ -135,6 +135,7 @@ class Recording:
         autocast: the type that the modules' autocast computes with; None without it.
         before: what was there before; only of a recorder that follows.
         draws: whether random numbers have been drawn since.
+        places: the lines of the script that were being run, innermost first.
     """
 
     entries: list[Entry]
@@ -147,6 +148,7 @@ class Recording:
     autocast: torch.dtype | None = None
     before: Before | None = None
     draws: bool = False
+    places: tuple[Place, ...] = ()
 
 
 class Here(TorchFunctionMode):
@@ -278,6 +280,7 @@ class Recorder(TorchFunctionMode):
                 self._autocast,
                 self._before,
                 self._before is not None and self._before.generators.have_drawn(),
+                tuple(script_places()),
             )
         )
         for module, is_training in self._modes.items():

@@ -10,15 +10,13 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
-from pathlib import Path
 from types import CodeType
 from typing import Any
 
 from pipectl.faults import is_user_code
-from pipectl.script.loops import Frame, Loop, begins_anew, value_of
+from pipectl.script.loops import Around, Frame, Loop, begins_anew, tree_of
 from pipectl.script.program import Place
-from pipectl.spec.code import read_source
+from pipectl.script.values import value_of
 
 _BLOCKS = "body", "orelse", "finalbody"
 _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
@@ -50,12 +48,6 @@ def later_trainings(frames: Iterable[Frame], made: Collection[Place]) -> list[Pl
     return list(dict.fromkeys(found))
 
 
-def _tree_of(file: str) -> ast.Module | None:
-    with suppress(OSError, SyntaxError, ValueError):
-        return ast.parse(read_source(Path(file)))
-    return None
-
-
 def _holds(node: ast.AST, line: int) -> bool:
     first: int = getattr(node, "lineno", 0)
     return first <= line <= (getattr(node, "end_lineno", None) or first)
@@ -65,9 +57,7 @@ def _path_to(code: CodeType, line: int) -> list[tuple[ast.stmt, list[ast.stmt]]]
     """Return the statements of a function that hold a line, outermost first, each with the
     statements that follow it in its block.
     """
-    tree = _tree_of(code.co_filename)
-    if tree is None:
-        return []
+    tree = tree_of(code.co_filename)
     path: list[tuple[ast.stmt, list[ast.stmt]]] = []
     blocks: list[list[ast.stmt]] = [tree.body]
     while blocks:
@@ -91,11 +81,13 @@ def _blocks_of(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
 
 def _job_loops(frame: Frame, made: Collection[Place]) -> list[ast.stmt]:
     """Return the loops of a frame that repeat the step with the same optimizer."""
-    code, _, _, line = frame
+    code, scope, local, line = frame
+    names = {**scope, **local}
     return [
         statement
         for statement, _ in _path_to(code, line)
-        if isinstance(statement, Loop) and not begins_anew(code.co_filename, statement, made)
+        if isinstance(statement, Loop)
+        and not begins_anew(Around(code.co_filename, statement, names, line), made)
     ]
 
 
@@ -169,7 +161,7 @@ def _is_trainer(func: ast.expr, file: str, names: Mapping[str, Any]) -> bool:
 
 def _assigned(name: str, file: str) -> Iterator[ast.expr]:
     """Yield what a file assigns to a variable."""
-    for node in ast.walk(_tree_of(file) or ast.Module([], [])):
+    for node in ast.walk(tree_of(file)):
         if isinstance(node, ast.Assign) and name in map(ast.unparse, node.targets):
             yield node.value
 
@@ -185,11 +177,11 @@ def _functions_of(
     if isinstance(code, CodeType):
         if is_user_code(code.co_filename):
             inner = getattr(value, "__globals__", names)
-            for node in ast.walk(_tree_of(code.co_filename) or ast.Module([], [])):
+            for node in ast.walk(tree_of(code.co_filename)):
                 if isinstance(node, _FUNCTIONS) and code.co_firstlineno in _first_lines(node):
                     yield node, code.co_filename, inner
     elif value is None and isinstance(func, ast.Attribute):  # of what is made only later
-        for node in ast.walk(_tree_of(file) or ast.Module([], [])):
+        for node in ast.walk(tree_of(file)):
             if isinstance(node, _FUNCTIONS) and node.name == func.attr:
                 yield node, file, names
 

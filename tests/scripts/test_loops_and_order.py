@@ -12,10 +12,14 @@ import torch
 from pipectl.capture.build import training_loader
 from pipectl.errors import CaptureError
 from pipectl.script import Command, Parts, order
-from pipectl.script.findings import steps_of
 from pipectl.script.halves import Kind, kind_of_loss
+from pipectl.script.later import compare_steps
+from pipectl.script.steps import steps_of
 from pipectl.spec import load
 
+ROWS = (
+    "class Stream(torch.utils.data.IterableDataset):\n    def __iter__(self): return iter(data)\n"
+)
 ENDS = {
     "counts and breaks": (
         "for epoch in range(9):\n    for x, y in loader:\n        {step}\n        number += 1\n"
@@ -57,6 +61,73 @@ ENDS = {
         "for fold in range(3):\n"
         "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
         "    for epoch in range(2):\n        for x, y in loader:\n            {step}",
+        8,
+    ),
+    "rounds as a float": (
+        "args = type('Args', (), dict(epochs=3.0))\nfor epoch in range(int(args.epochs)):\n"
+        "    for x, y in loader:\n        {step}",
+        12,
+    ),
+    "rounds of a function that changes nothing": (
+        "import math\nconfig = dict(epochs=2)\n"
+        "for epoch in range(max(1, math.ceil(config.get('epochs', 9) / 1))):\n"
+        "    for x, y in loader:\n        {step}",
+        8,
+    ),
+    "a bar with a name": (
+        "for epoch in (bar := list(range(3))):\n    for x, y in (rows := enumerate(loader)):\n"
+        "        x, y = y\n        {step}",
+        12,
+    ),
+    "several rates": ("for rate in [0.1, 0.01]:\n    for x, y in loader:\n        {step}", 8),
+    "phases": (
+        "for epoch in range(2):\n    for phase in ['train', 'val']:\n"
+        "        for x, y in loader:\n            if phase == 'train':\n                {step}",
+        8,
+    ),
+    "a generator of the user": (
+        "class Moved:\n    def __iter__(self):\n        for x, y in loader: yield x, y\n"
+        "for epoch in range(2):\n    for x, y in Moved():\n        {step}",
+        8,
+    ),
+    "the shorter of two": (
+        "for epoch in range(2):\n    for _, (x, y) in zip(range(3), loader):\n        {step}",
+        6,
+    ),
+    "no more than there is": (
+        "from itertools import islice\nfor epoch in range(2):\n"
+        "    for x, y in islice(loader, 90):\n        {step}",
+        8,
+    ),
+    "a loop of its own reads the batches of a step": (
+        "stream = iter(loader)\nfor _ in range(2):\n    for _ in range(2):\n"
+        "        x, y = next(stream)\n        criterion(model(x), y).backward()\n"
+        "    optimizer.step(); optimizer.zero_grad()",
+        2,
+    ),
+    "every round reads two batches": (
+        "stream = iter(loader)\nfor i in range(2):\n    x, y = next(stream)\n"
+        "    criterion(model(x), y).backward()\n    x, y = next(stream)\n    {step}",
+        2,
+    ),
+    "rounds read the batches of a step": (
+        "stream = iter(loader)\nfor i in range(4):\n    x, y = next(stream)\n"
+        "    criterion(model(x), y).backward()\n    if i % 2:\n"
+        "        optimizer.step(); optimizer.zero_grad()",
+        2,
+    ),
+    "a while that counts epochs": (
+        "while number < 3:\n    for x, y in loader:\n        {step}\n    number += 1",
+        12,
+    ),
+    "a while that counts epochs of a function": (
+        "def fit():\n    for x, y in loader:\n        {step}\n"
+        "while True:\n    fit()\n    number += 1\n    if number >= 3: break",
+        12,
+    ),
+    "a stream with a length": (
+        f"{ROWS}    def __len__(self): return 32\nfor epoch in range(2):\n"
+        "    for x, y in DataLoader(Stream(), batch_size=8):\n        {step}",
         8,
     ),
     "counts before the step": (
@@ -119,6 +190,100 @@ def test_steps_end_where_the_script_counts_them(beginning, tmp_path, name):
     assert known[0] == steps
 
 
+UNKNOWN = {
+    "no end": (
+        "import itertools\nfor epoch in itertools.count():\n    for x, y in loader:\n        {step}"
+    ),
+    "a generator of the user": (
+        "def epochs(): yield from range(3)\n"
+        "for epoch in epochs():\n    for x, y in loader:\n        {step}"
+    ),
+    "data read several times": (
+        "def batches():\n    for epoch in range(3):\n        for batch in loader:\n"
+        "            yield batch\nfor x, y in batches():\n    {step}"
+    ),
+    "data read in part": (
+        "def batches():\n    for i, batch in enumerate(loader):\n        if i == 3: break\n"
+        "        yield batch\nfor epoch in range(3):\n    for x, y in batches():\n        {step}"
+    ),
+    "a stream": (
+        f"{ROWS}for epoch in range(3):\n"
+        "    for x, y in DataLoader(Stream(), batch_size=8):\n        {step}"
+    ),
+    "several data": ("for name in ['small', 'large']:\n    for x, y in loader:\n        {step}"),
+    "rounds without a step": (
+        "stream = iter(loader)\nfor i in range(4):\n    x, y = next(stream)\n    if i > 0:\n"
+        "        {step}"
+    ),
+}
+"""Loops that may run any number of times, as far as their text tells."""
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_steps_that_the_text_does_not_tell_are_guessed_openly(found_in, beginning, tmp_path, name):
+    found = found_in(written(tmp_path, beginning, UNKNOWN[name]))
+    (named,) = [each for each in found.differs if each.what == "steps"]
+    assert "is a guess" in named.value
+    assert found.guessed == ["steps"]
+    assert not [each for each in found.taken if each.what == "steps"]
+
+
+def test_epochs_of_any_number_come_again(beginning, tmp_path):
+    """So that what a second epoch does otherwise is looked at."""
+    text = "for epoch in map(int, '012'):\n    for x, y in loader:\n        {step}"
+    assert compare_steps(written(tmp_path, beginning, text)).epochs == 2
+
+
+ACCUMULATES = """
+{before}
+for epoch in range(2):
+    for i, (x, y) in enumerate(loader):
+        criterion(model(x), y).backward()
+        is_last = i == len(loader) - 1
+        if {test}:
+            {step}
+    {after}
+    schedule.step()
+"""
+STEP_OF_SEVERAL = (
+    "optimizer.step(); optimizer.zero_grad(); order.append(optimizer.param_groups[0]['lr'])"
+)
+SCHEDULE = "schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)\n"
+
+
+@pytest.mark.parametrize(
+    ("drops", "test", "after"),
+    [
+        (False, "(i + 1) % 3 == 0 or i + 1 == len(loader)", ""),
+        (True, "is_last or i % 3 == 2", ""),
+        (False, "(i + 1) % 3 == 0", ""),
+        (False, "(i + 1) % 3 == 0", f"if (i + 1) % 3: {STEP_OF_SEVERAL}"),
+    ],
+    ids=["stepped", "stepped, without a part of a batch", "left out", "stepped after the loop"],
+)
+def test_batches_left_at_the_end_of_an_epoch_are_a_step_as_in_the_script(
+    found_in, beginning, tmp_path, drops, test, after
+):
+    before = SCHEDULE + f"loader = DataLoader(data, 3, shuffle=True, drop_last={drops})\n"
+    text = ACCUMULATES.format(before=before, test=test, step=STEP_OF_SEVERAL, after=after)
+    (tmp_path / "own.py").write_text(f"{beginning}order = []\n{text}")
+    space: dict[str, list[float]] = {}
+    exec((tmp_path / "own.py").read_text(), space)
+    command = written(tmp_path, beginning, text.replace("{", "{{").replace("}", "}}"))
+    found, parts = found_in(command), Parts.of(command)
+    assert found.training["steps"] == len(space["order"])
+    assert [each.what for each in found.differs] == ["accumulation"]
+    job = {"script": {"file": command.file}, "training": found.training, "data": found.data}
+    (tmp_path / "job.yaml").write_text(json.dumps(job))
+    loader = training_loader(load(tmp_path / "job.yaml"), parts)
+    assert 2 * len(loader.epoch(0)) == len(space["order"])
+    optimizer = parts.make_optimizer(parts.originals)
+    schedules = parts.make_schedules(optimizer)
+    for rate in space["order"]:
+        assert optimizer.param_groups[0]["lr"] == rate
+        schedules.step()
+
+
 def test_a_loop_over_a_part_of_the_data_is_named(found_in, beginning, tmp_path):
     found = found_in(written(tmp_path, beginning, ENDS["a part of the data"][0]))
     assert [each.what for each in found.differs if "islice" in each.value] == ["batches"]
@@ -130,7 +295,7 @@ def test_steps_of_a_function_that_reads_data_again_and_again_are_not_known(begin
         "            n -= 1\n            if not n: return\n"
         "for i, (x, y) in enumerate(batches(9)):\n    {step}"
     )
-    assert steps_of(Parts.of(written(tmp_path, beginning, text))) is None
+    assert steps_of(Parts.of(written(tmp_path, beginning, text))).total is None
 
 
 def test_a_break_of_another_kind_is_named(found_in, beginning, tmp_path):

@@ -10,9 +10,10 @@ from pipectl.cli import main
 from pipectl.errors import CaptureError
 from pipectl.profiler import script_steps
 from pipectl.script import Command, Parts
-from pipectl.script.findings import findings_of, steps_of
+from pipectl.script.findings import findings_of
 from pipectl.script.later import compare_steps
 from pipectl.script.plain import own_losses
+from pipectl.script.steps import steps_of
 from pipectl.script.trainings import later_trainings
 from pipectl.spec import load
 
