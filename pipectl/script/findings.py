@@ -378,9 +378,7 @@ def _add_order(parts: Parts, found: Findings, compared: Compared) -> None:
 def _batches(parts: Parts, compared: Compared) -> Iterator[Finding]:
     """How batches of the job differ from those of the script."""
     if compared.others:
-        words = f"{compared.others} is another one when it is read again: let the dataset and the "
-        words += "collate_fn give the same sample every time"
-        yield Finding("samples", words, parts.loading.place)
+        yield Finding("samples", compared.others, parts.loading.place)
     if compared.shapes:
         words = f"{compared.shapes}, and a job has one shape: pad all samples to one length in the "
         words += "dataset or the collate_fn"

@@ -48,6 +48,7 @@ from pipectl.script.program import (
     reach,
 )
 from pipectl.script.recorder import Recorder, Recording, at, memory_of, script_place
+from pipectl.script.rounds import batches_of
 from pipectl.script.run import Command, run_script
 from pipectl.script.unwritten import unwritten
 from pipectl.units import plural
@@ -74,6 +75,18 @@ _STATE = (
 _FROM_VALUES = {"tensor", "as_tensor", "from_numpy"}
 _OWN_LOSS = "; or give the job a loss of its own (key loss)"
 _REORDERED = "another order"
+_DRAWN_AGAIN = (
+    "is another one when it is read again: let the dataset and the collate_fn give the same sample "
+    "every time"
+)
+_ANEW = (
+    "begins the data anew, and the job reads on: read all batches of an epoch by one iterator "
+    "(`for batch in loader`, or `batches = iter(loader)` before the loop)"
+)
+_LEFT_OUT = (
+    "leaves out batches of the DataLoader, and the job trains on every one: leave samples out by "
+    "the dataset"
+)
 _FOLLOWS_TRAINING = (
     "ReduceLROnPlateau follows the loss of training, and in a job it follows that of evaluations"
 )
@@ -376,19 +389,14 @@ def _other_samples(parts: Parts, steps: list[_Step]) -> str:
     """Say which step of the first epoch reads other samples than the job reads for it; or, if none
     does, that the second epoch has another order.
     """
-    if isinstance(parts.loader.dataset, IterableDataset):
-        return ""
-    data, size, generators = parts.dataset(), parts.batch_size, SharedGenerators()
+    words = _out_of_turn(parts.seen, steps)
+    if words or isinstance(parts.loader.dataset, IterableDataset):
+        return words
+    data, generators = parts.dataset(), SharedGenerators()
     for step in steps:
         for recording in step.recordings:
-            number = recording.batches[0] if len(recording.batches) == 1 else -1
-            loading = parts.seen.loadings.get(number)
-            if loading is None or (step.epoch == 1 and loading is not parts.loading):
-                continue
-            first = parts.seen.positions[number] * size
-            order = data.order(step.epoch - 1)
             try:
-                batch = data.collate_fn([data[i] for i in order[first : first + size]])
+                read = _read_by_job(parts, data, step, recording)
             except CaptureError:
                 raise
             except Exception:  # of the script's code
@@ -396,13 +404,41 @@ def _other_samples(parts: Parts, steps: list[_Step]) -> str:
             if generators.have_drawn():  # other numbers are other samples
                 generators.restore()
                 return ""
-            read = {**batch["inputs"], **batch["targets"]}
-            for path in itertools.chain(*parts.program.batch_leaves()):
+            for path in itertools.chain(*parts.program.batch_leaves()) if read else ():
                 if not _is_equal(read[name_of(path)], reach(recording.batch, path)):
-                    is_first = step.epoch == 1
-                    return (
-                        f"{name_of(path)} of the batch of {step.name}" if is_first else _REORDERED
-                    )
+                    words = f"{name_of(path)} of the batch of {step.name} {_DRAWN_AGAIN}"
+                    return words if step.epoch == 1 else _REORDERED
+    return ""
+
+
+def _read_by_job(parts: Parts, data: Any, step: _Step, recording: Recording) -> dict[str, Any]:
+    """Return what the job reads for a batch; nothing if it has no number in the first epochs."""
+    number = recording.batches[0] if len(recording.batches) == 1 else -1
+    loading = parts.seen.loadings.get(number)
+    if loading is None or (step.epoch == 1 and loading is not parts.loading):
+        return {}
+    size = parts.batch_size
+    first = parts.seen.positions[number] * size
+    order = data.order(step.epoch - 1)
+    batch = data.collate_fn([data[i] for i in order[first : first + size]])
+    return {**batch["inputs"], **batch["targets"]}
+
+
+def _out_of_turn(seen: Seen, steps: list[_Step]) -> str:
+    """Say which step of the first epoch does not read the batch after that of the step before."""
+    iteration, position = seen.loading_of(steps[0].recordings[0]), 0
+    for step in (each for each in steps if each.epoch == 1):
+        for recording in step.recordings:
+            own = seen.loading_of(recording)
+            if len(recording.batches) != 1 or own is None or iteration is None:
+                return ""
+            if own is not iteration:
+                if not iteration.is_over and position != batches_of(iteration.loader):
+                    return f"{step.name} {_ANEW}"
+                iteration, position = own, 0
+            if seen.positions[recording.batches[0]] != position:
+                return f"{step.name} {_LEFT_OUT}"
+            position += 1
     return ""
 
 

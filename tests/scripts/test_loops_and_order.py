@@ -234,6 +234,26 @@ def test_epochs_of_any_number_come_again(beginning, tmp_path):
     assert compare_steps(written(tmp_path, beginning, text)).epochs == 2
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("for i in range(9):\n    x, y = next(iter(loader))\n    {step}", "begins the data anew"),
+        (
+            "for i, (x, y) in enumerate(loader):\n    if i != 1:\n        {step}",
+            "leaves out batches",
+        ),
+        ("other = DataLoader(data, batch_size=8)\nstreams = [iter(loader), iter(other)]\n"
+         "for i in range(4):\n    x, y = next(streams[i % 2])\n    {step}", "begins the data anew"),
+    ],
+    ids=["the first batch", "not all", "two loaders"],
+)  # fmt: skip
+def test_batches_that_are_not_read_in_turn_are_named(found_in, beginning, tmp_path, text, words):
+    found = found_in(written(tmp_path, beginning, text))
+    (named,) = [each for each in found.differs if each.what == "samples"]
+    assert named.value.startswith(f"step 2 {words}")
+    assert not [each for each in found.taken if each.what == "order"]
+
+
 ACCUMULATES = """
 {before}
 for epoch in range(2):
