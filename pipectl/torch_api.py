@@ -22,6 +22,7 @@ from torch._export.passes import replace_autocast_with_hop_pass as _autocast_pas
 from torch._export.passes import replace_set_grad_with_hop_pass as _gradient_pass
 from torch._functorch import eager_transforms
 from torch._guards import detect_fake_mode
+from torch._library.custom_ops import CustomOpDef
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -56,6 +57,7 @@ from torch.utils._traceback import CapturedTraceback
 
 __all__ = [
     "BatchNorm",
+    "CustomOpDef",
     "DataDependentOutputException",
     "Dropout",
     "DynamicOutputShapeException",
@@ -229,6 +231,11 @@ def number_of(node: Node) -> int:
 def function_of(node: Node) -> type[torch.autograd.Function] | None:
     """Return the function in Python to which a node belongs, if it is one."""
     return getattr(node, "_forward_cls", None)
+
+
+def function_behind(operator: CustomOpDef) -> Callable[..., Any]:
+    """Return the function in Python that ``torch.library.custom_op`` made an operator."""
+    return operator._init_fn
 
 
 def is_in_backward() -> bool:

@@ -218,6 +218,15 @@ def test_nodes_are_numbered_and_know_their_function() -> None:
     assert api.function_of((x + 1).grad_fn) is None
 
 
+def test_the_function_behind_a_custom_operator() -> None:
+    def twice(x: Tensor) -> Tensor:
+        return 2 * x
+
+    operator = torch.library.custom_op("tests_torch_api::twice", twice, mutates_args=())
+    assert isinstance(operator, api.CustomOpDef)
+    assert api.function_behind(operator) is twice
+
+
 def test_a_backward_is_seen_and_can_be_refused() -> None:
     x, seen = torch.ones(1, requires_grad=True), []
     x.register_hook(lambda _: seen.append(api.is_in_backward()))

@@ -29,10 +29,20 @@ from torch import nn
 
 from pipectl.capture.factories import is_torch_code
 from pipectl.capture.python_state import own_generators
-from pipectl.capture.randomness import LIBRARY_GENERATORS, reseeded, states_of
+from pipectl.capture.randomness import (
+    LIBRARY_GENERATORS,
+    SHARED_GENERATORS,
+    reseeded,
+    states_of,
+)
 from pipectl.capture.refusals import Refusal, place_at, running_line
 from pipectl.faults import is_user_code
-from pipectl.torch_api import CALL_OF_A_MODULE, FILES_THAT_CALL
+from pipectl.torch_api import (
+    CALL_OF_A_MODULE,
+    FILES_THAT_CALL,
+    OpOverload,
+    TorchDispatchMode,
+)
 
 _PYTHON = sysconfig.get_path("stdlib")
 _PACKAGES = ("site-packages", "dist-packages")
@@ -48,6 +58,12 @@ _BETWEEN = (
     *FILES_THAT_CALL,
 )
 """Files of functions that draw or seed for whoever calls them."""
+_NAMESPACES = {
+    "_c10d_functional", "_c10d_functional_autograd", "aten", "c10d", "mkl", "mkldnn", "onednn",
+    "prim", "prims", "profiler", "quantized", "quantized_decomposed", "rngprims", "sparse",
+    "torchaudio", "torchvision",
+}  # fmt: skip
+"""Namespaces whose operators say by a tag whether they draw, or draw nothing."""
 
 
 @contextmanager
@@ -95,6 +111,38 @@ def refused_draws(wrapper: nn.Module, *, locates: bool = False) -> Iterator[None
         yield
         if has_drawn():
             raise Refusal.DRAW.error("")
+
+
+def is_custom(target: Any) -> bool:
+    """Return whether an operator was registered by others than torch (``torch.library``)."""
+    return isinstance(target, OpOverload) and target.namespace not in _NAMESPACES
+
+
+class WatchedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Finds which custom operators draw random numbers, where they run.
+
+    Args:
+        generators: of the model.
+
+    Attributes:
+        shared, own: those that draw from the shared generators, and from those of the model.
+    """
+
+    def __init__(self, generators: Sequence[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.shared, self.own = set[OpOverload](), set[OpOverload]()
+        pairs = (SHARED_GENERATORS, self.shared), (generators, self.own)
+        self._watched: Sequence[tuple[Sequence[Any], set[OpOverload]]] = pairs
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not is_custom(func):
+            return func(*args, **(kwargs or {}))
+        before = [states_of(generators) for generators, _ in self._watched]
+        result = func(*args, **(kwargs or {}))
+        for known, (generators, drawing) in zip(before, self._watched, strict=True):
+            if states_of(generators) != known:
+                drawing.add(func)
+        return result
 
 
 def _library_functions() -> list[tuple[Any, str, Callable[..., Any]]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from itertools import zip_longest
 from pathlib import Path
@@ -23,6 +23,7 @@ from pipectl.capture.build import (
 )
 from pipectl.capture.data import Loader
 from pipectl.capture.deferred import Deferred
+from pipectl.capture.draws import WatchedDraws
 from pipectl.capture.export import export_model
 from pipectl.capture.fallback import Fallback, KeptModules, Notify
 from pipectl.capture.graph import CapturedGraph
@@ -32,13 +33,21 @@ from pipectl.capture.leaves import without_objects
 from pipectl.capture.model_with_loss import ModelWithLoss, own_name
 from pipectl.capture.norms import refuse_single_values
 from pipectl.capture.opaque import Opaque
-from pipectl.capture.operators import FunctionCall, runs
-from pipectl.capture.python_state import preserve_state
+from pipectl.capture.operators import (
+    FunctionCall,
+    calling_module,
+    custom_operators,
+    mark_draws,
+    runs,
+)
+from pipectl.capture.python_state import own_generators, preserve_state
+from pipectl.capture.randomness import seed_everything
 from pipectl.capture.refusals import (
     Refusal,
     RefusedError,
     misfit,
     place_of,
+    place_of_node,
     refuse_overlaps,
     refuse_parameter_hooks,
     refuse_parts,
@@ -382,6 +391,26 @@ class CapturedJob:
                 return misfit(error, *batch, self.spec)
         return None
 
+    def _mark_draws(self, graph: CapturedGraph, batch: tuple[Any, Any]) -> None:
+        """Note which custom operators draw random numbers, by a run of the model; all of them may
+        if it does not run.
+
+        Raises:
+            RefusedError: one draws from a generator that is not torch's own.
+        """
+        operators = custom_operators(graph.root)
+        if self.is_deferred or not operators:
+            return
+        watched = WatchedDraws(own_generators(self.wrapper))
+        with preserve_state(self.wrapper, self.wrapper.buffers()), suppress(Exception):
+            seed_everything(0)
+            with torch.set_grad_enabled(self.wrapper.training), watched:
+                self.wrapper(*pytree.tree_map_only(Tensor, Tensor.clone, batch))
+            mark_draws(operators, watched.shared)
+        for node in operators:
+            if node.target in watched.own:
+                raise Refusal.DRAW.error(place_of_node(node), part=calling_module(node))
+
     def metrics(self) -> dict[str, Any]:
         """Return metric functions or objects by name."""
         evaluation = self.spec.evaluation
@@ -477,7 +506,9 @@ class CapturedJob:
         def capture(kept: KeptModules) -> CapturedGraph:
             program, beside = export_model(self.wrapper, inputs, targets, kept, padded)
             states = self.states, self.tied
-            return CapturedGraph(program, *states, (inputs, targets), beside, size, length, padded)
+            graph = CapturedGraph(program, *states, (inputs, targets), beside, size, length, padded)
+            self._mark_draws(graph, own)
+            return graph
 
         with torch.random.fork_rng(devices=[]), self.arithmetic():
             try:

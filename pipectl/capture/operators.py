@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from pipectl.capture.draws import is_custom
 from pipectl.capture.factories import module_of
 from pipectl.capture.opaque import Opaque
 from pipectl.capture.randomness import Seeder, seed_libraries, seed_operator
 from pipectl.torch_api import HigherOrderOperator, pytree
+
+_DRAWS = "pipectl_draws"
 
 
 def calling_module(node: fx.Node) -> str:
@@ -76,9 +79,28 @@ class FunctionCall:
 
 def seeder_of(node: fx.Node, root: fx.GraphModule) -> Seeder | None:
     """Return what seeds an operator before it runs; None if it draws no random numbers."""
-    if runs(node, root, Opaque):
+    if runs(node, root, Opaque) or any(is_custom(inner.target) for inner in with_inner(node, root)):
         return seed_libraries  # whether it draws may depend on values
     return seed_operator if is_random(node, root) else None
+
+
+def draws_backward(node: fx.Node, root: fx.GraphModule) -> bool:
+    """Return whether the backward of an operator may draw random numbers: it is user code."""
+    kinds = Opaque, FunctionCall
+    targets = (inner.target for inner in with_inner(node, root))
+    return any(isinstance(target, kinds) or is_custom(target) for target in targets)
+
+
+def custom_operators(root: fx.GraphModule) -> list[fx.Node]:
+    """Return the custom operators of a graph and of its subgraphs."""
+    graphs = (each.graph for each in root.modules() if isinstance(each, fx.GraphModule))
+    return [node for graph in graphs for node in graph.nodes if is_custom(node.target)]
+
+
+def mark_draws(operators: Iterable[fx.Node], drawing: Container[Any]) -> None:
+    """Note at custom operators whether they draw random numbers."""
+    for node in operators:
+        node.meta[_DRAWS] = node.target in drawing
 
 
 def is_random(node: fx.Node, root: fx.GraphModule) -> bool:
@@ -117,6 +139,8 @@ def _draws(node: fx.Node) -> bool:
         return node.target.outline.draws
     if isinstance(node.target, FunctionCall):
         return True
+    if is_custom(node.target):
+        return bool(node.meta.get(_DRAWS, True))
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     schema = getattr(node.target, "_schema", None)

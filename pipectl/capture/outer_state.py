@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from pipectl import faults
 from pipectl.capture.randomness import GENERATORS
 from pipectl.capture.tensors import tensors_in
-from pipectl.torch_api import FakeTensor, forward_hooks_of
+from pipectl.torch_api import CustomOpDef, FakeTensor, forward_hooks_of, function_behind
 
 _MAX_HOLDERS = 2000
 _MAX_ENTRIES = 1000
@@ -177,6 +177,8 @@ def _behind(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, MethodType | staticmethod | classmethod | BuiltinMethodType):
         yield "", getattr(value, "__func__", None)
         yield "", getattr(value, "__self__", None)
+    elif isinstance(value, CustomOpDef):
+        yield "", function_behind(value)
     elif isinstance(value, property):
         yield "", value.fget
     elif isinstance(value, partial):

@@ -62,6 +62,42 @@ def seed_libraries(base: int, key: int) -> None:
     seed_operator(base, key)
 
 
+_BACKWARD = 0x5851F42D4C957F2D
+"""Makes the seed of a backward another one than that of its forward."""
+_SEEDED = "pipectl_seeded"
+_replayed: list[int] = []
+"""The seed of the micro-batch whose backward runs, in a graph that was recorded for another one."""
+
+
+def seed_backward(result: Any, base: int, key: int) -> None:
+    """Let the backward of user code, which may draw too, begin with generators that are seeded.
+
+    Args:
+        result: of an operator that runs user code; the nodes that lead to it are those of the code.
+        base, key: as in :func:`seed_operator`.
+    """
+
+    def seed(_: Any) -> None:
+        seed_libraries(_replayed[-1] if _replayed else base, key ^ _BACKWARD)
+
+    leaves = (leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
+    for node in {leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None}:
+        notes: Any = node.metadata
+        if _SEEDED not in notes:  # else it leads to an argument that the code has returned
+            notes[_SEEDED] = True
+            node.register_prehook(seed)
+
+
+@contextmanager
+def replayed(base: int) -> Iterator[None]:
+    """Let a recorded graph draw in its backward for a micro-batch with another seed."""
+    _replayed.append(base)
+    try:
+        yield
+    finally:
+        _replayed.pop()
+
+
 Seeder = Callable[[int, int], None]
 SEEDERS: tuple[Seeder, ...] = (seed_operator, seed_libraries)
 

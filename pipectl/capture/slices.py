@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from pipectl.capture.draws import is_custom
 from pipectl.capture.graph import CapturedGraph
 from pipectl.capture.operators import arguments_by_name
 from pipectl.errors import CaptureError
@@ -91,7 +92,7 @@ def whole_draw(graph: CapturedGraph, node: fx.Node, span: Span) -> Callable[...,
     """
     target: Any = node.target
     schema = getattr(target, "_schema", None)
-    if schema is None or _draws_samples(graph, node, schema):
+    if schema is None or is_custom(target) or _draws_samples(graph, node, schema):
         raise CaptureError(
             f"model: {node.name!r} may draw random numbers, and replicas cannot share its samples",
             hint=_HINT,

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, fx
 
 from pipectl.capture.graph import CapturedGraph
-from pipectl.capture.operators import gives_views, is_random, seeder_of
-from pipectl.capture.randomness import seed_of
+from pipectl.capture.operators import draws_backward, gives_views, is_random, seeder_of
+from pipectl.capture.randomness import seed_backward, seed_of
 from pipectl.capture.regions import WHOLE, Switch, region_of, without_gradient
 from pipectl.capture.slices import Span, whole_draw
 from pipectl.errors import CaptureError, MismatchError
@@ -344,7 +344,9 @@ class _Builder:
             seeder = seeder_of(node, captured.root)
             if seeder is not None:
                 self.graph.call_function(seeder, (seed, seed_of(node.name)))
-            self.local[Slot(node.name)] = self.copy(node)
+            copy = self.local[Slot(node.name)] = self.copy(node)
+            if self.cut.training and draws_backward(node, captured.root):
+                self.graph.call_function(seed_backward, (copy, seed, seed_of(node.name)))
             for name in forks.get(node.name, ()):
                 self.fork(name, node.name)
         self.switch.to(WHOLE)

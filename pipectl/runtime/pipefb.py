@@ -30,6 +30,7 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from pipectl.capture import Cut, Slot
 from pipectl.capture.opaque import Opaque
 from pipectl.capture.operators import runs_own_code
+from pipectl.capture.randomness import replayed
 from pipectl.capture.slices import Span
 from pipectl.capture.stage import Receive
 from pipectl.capture.tensors import storage_of
@@ -217,7 +218,7 @@ class Graph(Live):
     Attributes:
         saved: type and sizes of every tensor that autograd would have saved, in order.
         structure: names of all nodes, in an order that depends on the graph alone.
-        values: of the micro-batch whose backward is next, in order.
+        values, seed: of the micro-batch whose backward is next; values in order.
 
     Raises:
         MismatchError: an autograd function keeps values in attributes.
@@ -227,6 +228,7 @@ class Graph(Live):
 
     def __init__(self, stage: int, segment: Segment, forward: ForwardInputs) -> None:
         self.values: list[Tensor | None] = []
+        self.seed = 0
         self.saved: list[tuple[torch.dtype, tuple[int, ...]]] = []
         with saved_tensors_hooks(self._pack, self._unpack):
             live, _ = segment.run(forward, again=True)
@@ -240,7 +242,8 @@ class Graph(Live):
         self, leaves: Iterable[Tensor], gradients: Tensors, weight: float, scale: float
     ) -> Tensors:
         """Run the backward of the micro-batch with :attr:`values`, and drop them."""
-        returned = dict(super().backward(leaves, gradients, weight, scale))
+        with replayed(self.seed):
+            returned = dict(super().backward(leaves, gradients, weight, scale))
         self.values = []
         self.caught.clear()
         return returned
@@ -423,7 +426,7 @@ class BackwardHalf(_Half):
         if not self._segment.recomputes:
             began, values = self._unpacked(micro_batch)
             graph = self._graphs[began.span]
-            graph.values = list[Tensor | None](values)
+            graph.values, graph.seed = list[Tensor | None](values), began.seed
             self._segment.kept[micro_batch.number] = graph
             del values
         return super().backward(micro_batch, gradients, weight, scale)

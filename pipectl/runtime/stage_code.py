@@ -29,7 +29,7 @@ from torch.autograd.graph import GradientEdge
 
 from pipectl.capture.casts import Casting, copied_parameters
 from pipectl.capture.graph import CapturedGraph, State
-from pipectl.capture.randomness import SEEDERS
+from pipectl.capture.randomness import SEEDERS, seed_backward
 from pipectl.capture.stage import Pass, StageCode, fork_uses
 from pipectl.errors import CaptureError
 from pipectl.runtime.casts import SharedCast, SharedCasts
@@ -319,6 +319,9 @@ class _Compiled:
             if seeds:
                 node.target = self._seeding(node.target, node.args[1])
                 node.args = ()
+            elif node.target is seed_backward:
+                result, _, key = node.args
+                node.target, node.args = self._seeding_backward(key), (result,)
             elif not isinstance(node.target, SharedCast) and (
                 draws or not _is_followed(node.target)
             ):
@@ -344,6 +347,9 @@ class _Compiled:
 
     def _seeding(self, seeder: Callable[[int, int], None], key: int) -> Callable[[], None]:
         return _uncompiled(lambda: seeder(self._seed, key))
+
+    def _seeding_backward(self, key: int) -> Callable[[Any], None]:
+        return _uncompiled(lambda result: seed_backward(result, self._seed, key))
 
 
 def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from pipectl.capture import CapturedGraph, Cut, build_stage
 from pipectl.capture.accelerator_autocast import autocast_of
 from pipectl.capture.groups import assign_groups
-from pipectl.capture.operators import FunctionCall
+from pipectl.capture.operators import FunctionCall, is_random, runs_own_code
 from pipectl.capture.regions import WHOLE, Autocast, Region, arithmetic, region_of
 from pipectl.capture.slices import Span, coupled_operators
 from pipectl.capture.traits import find_traits
@@ -466,6 +466,41 @@ def test_random_operators_and_shared_parameters_are_named(
     traits = find_traits(make_spec(model), 4)
     assert [name.rstrip("_0123456789") for name in traits.random] == random
     assert list(traits.shared) == shared
+
+
+CUSTOM = """
+@torch.library.custom_op("tests_graphs::{name}", mutates_args=())
+def {name}(x: torch.Tensor) -> torch.Tensor:
+    return x + {term}
+
+{name}.register_fake(torch.empty_like)
+{name}.register_autograd(lambda _, gradient: gradient)
+"""
+
+
+def test_a_custom_operator_is_random_if_it_draws_when_it_runs(
+    make_job, write_modules, run_whole
+) -> None:
+    """Others may be shared by replicas."""
+    terms = {"shifted": "1", "jittered": "random.random()", "own": "GENERATOR.random()"}
+    more = "".join(CUSTOM.format(name=name, term=term) for name, term in terms.items())
+    path = write_modules({name.title(): f"x = {name}(x)" for name in terms}, more)
+    graphs = {}
+    for name in ("Shifted", "Jittered"):
+        job = make_job(f"{path}:Whole{name}")
+        graphs[name] = graph = job.training_graph(4)
+        random = [node.name for node in graph.operators if is_random(node, graph.root)]
+        assert random == (["jittered"] if name == "Jittered" else [])
+        if random:
+            with pytest.raises(CaptureError, match="cannot share its samples"):
+                run_whole(job, Span(2, 4, 4))
+        else:
+            run_whole(job, Span(2, 4, 4))
+    with pytest.raises(CaptureError, match=r"a generator that is not torch's own") as raised:
+        make_job(f"{path}:WholeOwn").training_graph(4)
+    assert "x = own(x)" in raised.value.message
+    kept = make_job(f"{path}:layers").training_graph(4)
+    assert [repr(node.target) for node in kept.operators if runs_own_code(node)] == ["3 (Own)"]
 
 
 NAMES = ("embed.weight", "block.0.bias", "block.0.weight", "norm.bias", "head")

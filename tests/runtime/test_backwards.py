@@ -6,6 +6,7 @@ is compiled agrees within rounding.
 
 from __future__ import annotations
 
+import random
 import shutil
 from functools import cache, partial
 from itertools import islice
@@ -13,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, fx, nn
@@ -40,7 +42,7 @@ HERE, SIZE = Path(__file__), 2
 CORPUS = {entry.name: entry for entry in catalogue.entries()}
 MODELS = """
     lstm autoencoder views codebook teacher checkpointed recommender encoder-decoder own-precision
-    parametrized gpt gpt,bf16 Normed,bf16 Placed Conjugated
+    parametrized gpt gpt,bf16 Normed,bf16 Placed Conjugated Sprinkled
     Products Products,bf16 Products,float16
 """
 
@@ -72,6 +74,55 @@ class Normed(nn.Sequential):
     def __init__(self) -> None:
         norms = nn.LayerNorm(6), nn.GroupNorm(2, 6), nn.BatchNorm1d(6)
         layers = [module for norm in norms for module in (nn.Linear(6, 6), norm)]
+        super().__init__(*layers, nn.Linear(6, 12), nn.Unflatten(1, (3, 4)))
+
+
+@torch.library.custom_op("tests_backwards::sprinkle", mutates_args=())
+def sprinkle(x: Tensor) -> Tensor:
+    return x + torch.rand_like(x) + random.random()
+
+
+sprinkle.register_fake(torch.empty_like)
+sprinkle.register_autograd(lambda _, gradient: gradient * torch.rand_like(gradient))
+
+
+class Rounded(torch.autograd.Function):
+    """Draws in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient + torch.randn_like(gradient) * np.random.rand()
+
+
+class Sprinkled(nn.Module):
+    """Operators of others that draw, in the forward and the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
+        self.head = nn.Linear(6, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = sprinkle(Rounded.apply(layer(x)))
+        return self.head(x).view(-1, 3, 4)
+
+
+class Rounding(nn.Linear):
+    """Stays one operator, and draws in its backward alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = Rounded.apply(super().forward(x))
+        return x if x.sum() > 0 else 2 * x
+
+
+class SprinkledInside(nn.Sequential):
+    def __init__(self) -> None:
+        layers = Rounding(6, 6), nn.Tanh(), Rounding(6, 6)
         super().__init__(*layers, nn.Linear(6, 12), nn.Unflatten(1, (3, 4)))
 
 
@@ -263,6 +314,17 @@ def test_gradients_and_buffers_are_those_of_whole_backwards(
         assert [n for n in whole if whole[n].stride() != found[n].stride()] == [], count
 
 
+@pytest.mark.parametrize("model", ["Sprinkled", "SprinkledInside"])
+def test_backwards_draw_by_seed_alone(capture, model: str) -> None:
+    """Whatever ran before, in every cut, and if the forward is computed again."""
+    job = capture(model)
+    whole = trained(job, stages_of(job, 1))
+    for count, again in (1, True), (3, False), (3, True):
+        torch.rand(count), random.random(), np.random.rand()
+        found = trained(job, stages_of(job, count, recompute=again))
+        assert [n for n in whole if not torch.equal(whole[n], found[n])] == [], (count, again)
+
+
 def test_all_gradients_of_products_come_late_but_that_of_a_weight_with_two_users(capture):
     """Which would be summed in another order. The planner knows these operators."""
     stages: Any = stages_of(capture("Products"), 1, InHalves)
@@ -403,6 +465,7 @@ def test_compiled_stages_agree_within_rounding_and_a_new_seed_compiles_nothing_a
         ("Kept", "again"),
         ("Kept", "in halves"),
         ("Kept", "apart, again"),
+        ("Sprinkled", "again"),
     ],
 )
 def test_compiled_code_trains_what_its_operators_train(capture, monkeypatch, model, how):
