@@ -29,7 +29,8 @@ def _never_read(_: object) -> NoReturn:
 
 
 class FakeRun:
-    """All values stay alive, so that storages stay distinct.
+    """All values stay alive, so that storages stay distinct. It runs with gradients if the caller
+    does.
 
     Args:
         root: the module of the graph.
@@ -72,7 +73,7 @@ class FakeRun:
         self.saved: list[tuple[fx.Node, Tensor, int]] = []
         self.dependence = Dependence()
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with mode, torch.enable_grad():
+        with mode:
             for node in root.graph.nodes:
                 if node.op == "placeholder":
                     value: Any = inputs.get(node.name)

@@ -374,7 +374,7 @@ def _observe_calls(
         calls: list[list[Outline]] = [[] for _ in kept]
         buffers = [each for each in wrapper.buffers() if not is_deferred(each)]
         with ExitStack() as stack:
-            stack.enter_context(torch.enable_grad())
+            stack.enter_context(torch.set_grad_enabled(wrapper.training))
             stack.enter_context(preserve_state(wrapper, buffers))
             for module, own in zip(kept, calls, strict=True):
                 stack.enter_context(module.observed(make, own))

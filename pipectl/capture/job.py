@@ -382,7 +382,8 @@ class CapturedJob:
         """Run the user's own model and loss once, if it is not deferred; return why they fail."""
         if self.is_deferred:
             return None
-        with torch.enable_grad(), preserve_state(self.wrapper, self.wrapper.buffers()):
+        gradients = torch.set_grad_enabled(self.wrapper.training)
+        with gradients, preserve_state(self.wrapper, self.wrapper.buffers()):
             try:
                 self.wrapper(*batch)
             except CaptureError as error:
@@ -478,7 +479,7 @@ class CapturedJob:
             return
         self.wrapper.train(training)
         try:
-            with self.arithmetic():
+            with self.arithmetic(), torch.set_grad_enabled(training):
                 refuse_other_branch(self.wrapper, partial(loader.example, length=length))
         except RefusedError as error:
             if not training:
@@ -510,7 +511,8 @@ class CapturedJob:
             self._mark_draws(graph, own)
             return graph
 
-        with torch.random.fork_rng(devices=[]), self.arithmetic():
+        gradients = torch.set_grad_enabled(training)
+        with torch.random.fork_rng(devices=[]), self.arithmetic(), gradients:
             try:
                 graph = self._fallback.capture(size, lambda n: without_objects(example(n)), capture)
             except RefusedError as error:

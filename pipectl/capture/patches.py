@@ -87,6 +87,7 @@ def patched_export(
         stack.enter_context(refused_draws(wrapper, locates=locates_draws))
         stack.enter_context(left_out_checks())
         stack.enter_context(_masks_taken_as_given())
+        stack.enter_context(_zeros_in_padding())
         stack.enter_context(_WatchedCalls(unrolls=unrolls))
         stack.enter_context(_marked_regions())
         stack.enter_context(_recorded_functions(recorder))
@@ -178,6 +179,52 @@ def _masks_taken_as_given() -> Iterator[None]:
 
     with replaced_mask_check(detect):
         yield
+
+
+@contextmanager
+def _zeros_in_padding() -> Iterator[None]:
+    """Let ``nn.TransformerEncoder`` give zeros at padded positions where plain PyTorch does.
+
+    In evaluation it takes the padding at the end of sequences out (nested tensors, whose sizes no
+    graph can hold), and puts zeros in its place before its last norm.
+    """
+    forward: Any = nn.TransformerEncoder.forward
+
+    def padded_forward(
+        encoder: Any,
+        src: Tensor,
+        mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> Any:
+        given = encoder, src, mask, src_key_padding_mask, is_causal
+        is_nested = (
+            src_key_padding_mask is not None
+            and mask is None
+            and src.dim() == 3
+            and getattr(encoder, "use_nested_tensor", False)
+            and torch.backends.mha.get_fastpath_enabled()
+            and not (encoder.layers[0].training or torch.is_grad_enabled())
+            and not (torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"))
+        )
+        if not is_nested or src_key_padding_mask is None:
+            return forward(*given)
+        padded = src_key_padding_mask.bool()
+        if getattr(encoder, "mask_check", True):
+            padded = padded & (padded[:, 1:] >= padded[:, :-1]).all()
+        fill = partial(_filled, padded.unsqueeze(-1))
+        handle = encoder.layers[-1].register_forward_hook(fill)
+        try:
+            return forward(*given)
+        finally:
+            handle.remove()
+
+    with mock.patch.object(nn.TransformerEncoder, "forward", padded_forward):
+        yield
+
+
+def _filled(padded: Tensor, _module: Any, _args: Any, output: Tensor) -> Tensor:
+    return output.masked_fill(padded, 0.0)
 
 
 class _WatchedCalls(TorchFunctionMode):

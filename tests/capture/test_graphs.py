@@ -468,6 +468,41 @@ def test_random_operators_and_shared_parameters_are_named(
     assert list(traits.shared) == shared
 
 
+PADDED = """
+x = self.kept(x.unflatten(1, (3, 2)), src_key_padding_mask=(torch.arange(3) {}).expand(len(x), 3))
+x = x.flatten(1)
+"""
+ENCODER = "nn.TransformerEncoder(nn.TransformerEncoderLayer(2, 2, 4, 0.0, batch_first=True), {})"
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    ("first", "code"),
+    [
+        ("None", "x = x * 3 if torch.is_grad_enabled() else x"),
+        ("None", "x = x * 3 if x.requires_grad else x"),
+        ("None", "with torch.no_grad(): y = x.sin()\nx = x * 3 if torch.is_grad_enabled() else y"),
+        ("None", "if x.sum() > 1e9: x = x + 1\nx = x * 3 if torch.is_grad_enabled() else x"),
+        (ENCODER.format(2), PADDED.format("> 1")),
+        (ENCODER.format("1, norm=nn.LayerNorm(2)"), PADDED.format("> 0")),
+        (ENCODER.format(1), PADDED.format("< 1")),
+        (ENCODER.format("1, enable_nested_tensor=False"), PADDED.format("> 1")),
+    ],
+)
+def test_an_evaluation_is_captured_without_gradients(
+    make_job, write_modules, run_whole, first: str, code: str
+) -> None:
+    path = write_modules({"Asking": (first, code.strip())})
+    job = make_job(f"{path}:layers")
+    job.evaluation_graph(4)
+    with torch.no_grad():
+        found = run_whole(job, training=False)
+    expected, _ = job.evaluate(job.loader.example(4), torch.device("cpu"))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    job.wrapper.train()
+    torch.testing.assert_close(run_whole(job), job.wrapper(*job.loader.example(4)))
+
+
 CUSTOM = """
 @torch.library.custom_op("tests_graphs::{name}", mutates_args=())
 def {name}(x: torch.Tensor) -> torch.Tensor:
