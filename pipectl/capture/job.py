@@ -56,7 +56,7 @@ from pipectl.capture.regions import accelerator, arithmetic
 from pipectl.capture.single import refuse_other_branch
 from pipectl.capture.tensors import is_deferred
 from pipectl.capture.weights import Weights
-from pipectl.capture.writes import refuse_writes
+from pipectl.capture.writes import refuse_sparse, refuse_writes
 from pipectl.errors import CaptureError
 from pipectl.faults import fault_of, is_ours
 from pipectl.script import Parts
@@ -525,6 +525,8 @@ class CapturedJob:
                     raise fault_of(cause) from error.__cause__
                 raise (refusal or error) from error.__cause__
         refuse_writes(graph, training=training)
+        if training:
+            refuse_sparse(graph)
         if graph.fixed and size != samples:
             return self._capture(loader, training, samples, length, graph)
         if known is None or list(known.signatures) == list(graph.signatures):

@@ -473,11 +473,13 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        return tuple(  # zeros where there was none
+        # Sparse ones become dense; zeros where there was none.
+        dense = (g if g.layout is torch.strided else g.to_dense() for g in gradients)
+        return tuple(
             gradient
             if gradient.stride() == layout.stride()
             else torch.empty_like(layout, device=gradient.device).copy_(gradient)
-            for gradient, layout in zip(gradients, ctx.layouts, strict=False)
+            for gradient, layout in zip(dense, ctx.layouts, strict=False)
         )
 
 

@@ -202,6 +202,12 @@ class Refusal(Enum):
         "read a copy (x.clone())",
         Keep.NOTHING,
     )
+    SPARSE = (
+        "model: {name} gives sparse gradients{how}{place}, which ranks cannot add up and send",
+        "set sparse=False (in gather: sparse_grad=False), or let a backward of your own return "
+        "dense gradients; in place of SparseAdam, use Adam or Adagrad",
+        Keep.NOTHING,
+    )
     SINGLE_VALUE = (
         "model: a micro-batch{size} is too small for {name}{place}: {why}",
         "choose training.batch_size and pipeline.micro_batches so that no micro-batch is as small, "
@@ -423,11 +429,7 @@ def refuse_parts(wrapper: ModelWithLoss, factory: str) -> None:
             )
     for name, module in wrapper.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise CaptureError(
-                f"model: {own_path(name)} gives sparse gradients (sparse=True), which ranks cannot "
-                "add up and send",
-                hint="set sparse=False; in place of SparseAdam, use Adam or Adagrad",
-            )
+            raise Refusal.SPARSE.error("", name=own_path(name), how=" (sparse=True)")
         if isinstance(module, torch.jit.ScriptModule):
             raise CaptureError(
                 f"model: {own_path(name) or 'it'} is a program of TorchScript, which no graph can "

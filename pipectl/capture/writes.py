@@ -1,9 +1,10 @@
-"""What no run of a captured graph may write."""
+"""What no run of a captured graph may write, and no backward of it may give."""
 
 from __future__ import annotations
 
 from pipectl.capture.graph import CapturedGraph
 from pipectl.capture.model_with_loss import own_name
+from pipectl.capture.operators import arguments_by_name, with_inner
 from pipectl.capture.refusals import Refusal, place_of_node
 
 
@@ -29,3 +30,19 @@ def refuse_writes(graph: CapturedGraph, *, training: bool) -> None:
         name = repr(value if state is None else own_name(state.name))
         need = place_of_node(saved_at)
         raise Refusal.SAVED_WRITTEN.error(place_of_node(written_at), name=name, need=need)
+
+
+def refuse_sparse(graph: CapturedGraph) -> None:
+    """Raise if the backward of an operator gives sparse gradients.
+
+    Raises:
+        CaptureError: naming the operator and its line.
+    """
+    for node in graph.operators:
+        for inner in with_inner(node, graph.root) if graph.requires_grad[node.name] else ():
+            schema = getattr(inner.target, "_schema", None)
+            given = {} if schema is None else arguments_by_name(schema, inner.args, inner.kwargs)
+            flag = next((name for name in ("sparse", "sparse_grad") if given.get(name) is True), "")
+            if flag:
+                place = place_of_node(inner) or place_of_node(node)
+                raise Refusal.SPARSE.error(place, name=repr(node.name), how=f" ({flag}=True)")

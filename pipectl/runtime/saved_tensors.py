@@ -105,12 +105,19 @@ def hides_values(node: Node) -> bool:
 
 
 def clone_shared(leaves: Iterable[Tensor], others: Iterable[Tensor | None]) -> None:
-    """Copy gradients of leaves that share memory with each other or with other tensors."""
+    """Copy gradients of leaves that share memory with each other or with other tensors.
+
+    Raises:
+        CaptureError: code that a graph holds as one operator gives a sparse gradient.
+    """
     memories = {storage_of(other) for other in others if other is not None}
     for leaf in leaves:
         gradient = leaf.grad
-        if gradient is None or gradient.layout is not torch.strided:
+        if gradient is None:
             continue
+        if gradient.layout is not torch.strided:
+            name = "a submodule or autograd function that runs as one operator"
+            raise Refusal.SPARSE.error("", name=name, how="")
         if storage_of(gradient) in memories:
             leaf.grad = gradient.clone()
         else:

@@ -12,7 +12,7 @@ import yaml
 from torch import Tensor
 
 from pipectl.capture import CapturedGraph, CapturedJob
-from pipectl.capture.opaque import Opaque
+from pipectl.capture.opaque import Opaque, enter, leave
 from pipectl.capture.python_state import changed_state, state_values
 from pipectl.capture.randomness import seed_libraries, states_of
 from pipectl.capture.tensors import is_deferred
@@ -402,6 +402,51 @@ def test_gradients_across_modules_keep_the_model_whole(make_job) -> None:
 def test_what_no_operator_can_do_is_refused(make_job, names: dict[str, Any], what: str) -> None:
     with pytest.raises(CaptureError, match=what):
         make_job(**names).training_graph(4)
+
+
+ROWS = "torch.zeros(len(x), {}, dtype=torch.long)"
+BRANCH = "if x.sum() > 1e9: x = x + 1"
+FUNCTIONS = "import torch.nn.functional as F"
+
+
+@pytest.mark.parametrize(
+    ("code", "flag"),
+    [
+        (
+            f"x = x + F.embedding({ROWS.format(2)}, self.linear.weight, sparse=True).sum(1)",
+            "sparse",
+        ),
+        (f"x = F.embedding_bag({ROWS.format(2)}, self.linear.weight, sparse=True) - x", "sparse"),
+        (f"x = x.gather(1, {ROWS.format(6)}, sparse_grad=True)", "sparse_grad"),
+    ],
+)
+def test_sparse_gradients_are_refused_at_the_line_that_gives_them(
+    make_job, write_modules, code: str, flag: str
+) -> None:
+    frozen = code.replace("weight", "weight.detach()").replace("x.gather", "x.detach().gather")
+    path = write_modules({"Sparse": code, "Frozen": f"x = x - 0 * x\n{frozen}"}, FUNCTIONS)
+    with pytest.raises(CaptureError, match=rf"gives sparse gradients \({flag}=True\)") as raised:
+        make_job(f"{path}:WholeSparse").training_graph(4)
+    assert code in raised.value.message
+    if flag == "sparse":
+        make_job(f"{path}:WholeFrozen").training_graph(4)
+
+
+def test_sparse_gradients_of_an_operator_are_refused_in_a_backward(make_job, write_modules) -> None:
+    code = f"{BRANCH}\nx = x + F.embedding({ROWS.format(2)}, self.kept.weight, sparse=True).sum(1)"
+    path = write_modules({"Sparse": ("nn.Linear(6, 6)", code)}, FUNCTIONS)
+    with pytest.raises(CaptureError, match="one operator gives sparse gradients"):
+        Trial(make_job(f"{path}:layers"))
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_gradients_of_what_enters_an_operator_are_dense(sparse: bool) -> None:
+    value = torch.randn(3, 4, requires_grad=True)
+    (alias,), anchor = enter([value])
+    (left,) = leave(anchor, [alias.gather(1, torch.ones(3, 2).long(), sparse_grad=sparse)])
+    left.sum().backward()
+    assert value.grad.layout is torch.strided
+    assert torch.equal(value.grad, torch.tensor([[0.0, 2.0, 0.0, 0.0]]).expand(3, 4))
 
 
 @pytest.mark.parametrize(
