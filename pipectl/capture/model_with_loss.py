@@ -343,16 +343,32 @@ def check_loss(loss: Any, outputs: Any = None) -> None:
             hint="return the scalar to be minimised under 'loss'; models with several optimizers "
             "(GANs) are not supported",
         )
+    if loss is None and outputs is not None:
+        raise CaptureError(
+            f"loss: the model returned a {type(outputs).__name__} without a loss",
+            hint="return the scalar to be minimised as its .loss, or alone, or first: "
+            "return loss, logits",
+        )
     if not isinstance(loss, Tensor):
         kind = f"a {type(loss).__name__}"
     elif loss.dim() != 0:
         sizes = [str(size) if type(size) is int else "batch" for size in loss.shape]
         kind = f"a tensor of shape [{', '.join(sizes)}]"
-    elif not loss.is_floating_point():
+    elif not _is_loss(loss):
         kind = f"a scalar of {loss.dtype}"
     else:
         return
     hint = "reduce it, for example with .mean(), or name a loss: function in the spec"
     if isinstance(loss, tuple | Mapping):
         hint = "return the scalar to be minimised alone; evaluation.metrics may compute more"
+    elif isinstance(outputs, tuple | list) and loss is outputs[0]:
+        kind += ", the first item that the model returned"
+        losses = [place for place, item in enumerate(outputs) if _is_loss(item)]
+        hint = "let the model return its loss first: return loss, logits"
+        if len(losses) == 1:
+            hint += f"; item number {1 + losses[0]} is such a scalar"
     raise CaptureError(f"loss: must be a floating-point scalar tensor, but is {kind}", hint=hint)
+
+
+def _is_loss(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()

@@ -387,6 +387,17 @@ def float_loss(outputs, targets):
 def pair_loss(outputs, targets):
     return outputs.mean(), outputs
 
+class LossLast(nn.Linear):
+    def __init__(self):
+        super().__init__(6, 3)
+    def forward(self, x):
+        x = super().forward(x)
+        return x, x.mean()
+
+class WithoutLoss(LossLast):
+    def forward(self, x):
+        return types.SimpleNamespace(logits=super().forward(x)[0])
+
 def weighted_loss(outputs, targets, weights):
     return outputs.mean()
 """
@@ -403,6 +414,12 @@ KEYWORD = {"loss": "torch.nn:NLLLoss", "data": "Mappings"}
         ({"loss": "float_loss"}, SCALAR + "float", ""),
         ({"loss": "pair_loss"}, SCALAR + "tuple", "alone"),
         ({"loss": "model"}, SCALAR + r"tensor of shape \[batch, 3\]", ""),
+        (
+            {"loss": "model", "model": "LossLast"},
+            SCALAR + r"tensor of shape \[batch, 3\], the first item that the model returned",
+            "item number 2",
+        ),
+        ({"loss": "model", "model": "WithoutLoss"}, "returned a SimpleNamespace without", "first"),
         ({"loss": "weighted_loss"}, "loss.factory: .*'weights'.*called with outputs", "kwargs"),
         ({"model": "frozen"}, "^loss: depends on no parameter that requires a gradient", ""),
         ({"model": "text"}, r"^model\.factory: .*returned a str, not a torch\.nn\.Module", ""),
