@@ -13,18 +13,19 @@ these (`fused`). So strides come back, too.
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pipectl.capture import CapturedJob
-from pipectl.capture.factories import call, call_in_training, find
+from pipectl.capture.factories import call, call_in_training, find, module_of
 from pipectl.capture.model_with_loss import own_name
 from pipectl.capture.refusals import refuse_parameter_hooks
 from pipectl.capture.tensor_file import CODES
@@ -47,6 +48,18 @@ _COUNTERS = frozenset({"step", "mu_product"})
 """Keys of torch's optimizers that count steps; others are on the parameter's device."""
 
 
+class Origin(NamedTuple):
+    """What has made the state of an optimizer.
+
+    Args:
+        kind: its class, with the package.
+        options: of the job, as JSON.
+    """
+
+    kind: str
+    options: str
+
+
 @dataclass
 class Updater:
     """Optimizer and learning-rate schedule of one rank; both None if it trains nothing.
@@ -56,6 +69,7 @@ class Updater:
         watches: whether the schedule follows the loss of evaluations, as ReduceLROnPlateau does.
         losses: of evaluations, which such a schedule has received.
         parameters: of the optimizer, by full name.
+        options: of the optimizer in the job, as JSON.
     """
 
     optimizer: torch.optim.Optimizer | None
@@ -64,12 +78,20 @@ class Updater:
     updates: int = 0
     losses: list[float] = field(default_factory=list)
     parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    options: str = ""
     _has_stepped: bool = field(default=False, init=False)
 
     @property
     def learning_rate(self) -> float:
         """Of the first parameter group; NaN without one."""
         return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer else float("nan")
+
+    @property
+    def origin(self) -> Origin:
+        """What a checkpoint notes of the optimizer."""
+        kind = type(self.optimizer)
+        # Modules within a package may get other names.
+        return Origin(f"{module_of(kind).partition('.')[0]}.{kind.__qualname__}", self.options)
 
     def step(self) -> None:
         """Update the parameters, then the learning rate.
@@ -171,17 +193,19 @@ def make_updater(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> Up
     unhooked = [(name, each) for name, each in trained.items() if not has_gradient_hooks(each)]
     optimizer = make_optimizer(job, trained)
     refuse_parameter_hooks(unhooked)
+    options = json.dumps(job.spec.optimizer.model_dump(mode="json"), sort_keys=True)
+    updater = Updater(optimizer, None, parameters=trained, options=options)
     if is_of_script:
         assert job.script is not None
         schedules = job.script.make_schedules(optimizer)
         watches = schedules is not None and _watches(schedules, job)
-        return Updater(optimizer, schedules, watches, parameters=trained)
+        return replace(updater, lr_scheduler=schedules, watches=watches)
     if schedule is None or function is None:
-        return Updater(optimizer, None, parameters=trained)
+        return updater
     name = f"lr_scheduler.factory: {schedule.factory}"
     lr_scheduler = call(function, name, optimizer, **schedule.kwargs)
     _refuse_without(lr_scheduler, name, "a schedule of learning rates", "step")
-    return Updater(optimizer, lr_scheduler, _watches(lr_scheduler, job), parameters=trained)
+    return replace(updater, lr_scheduler=lr_scheduler, watches=_watches(lr_scheduler, job))
 
 
 def make_optimizer(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> Any:

@@ -16,6 +16,7 @@ from pipectl.runs import StartDirectory
 from pipectl.runs.phases import TRAINS, evaluates
 from pipectl.runtime.alarm import Alarm, OtherRankError
 from pipectl.runtime.asynchronous import AsynchronousSteps
+from pipectl.runtime.changed_optimizer import restore_optimizer
 from pipectl.runtime.checkpoint import Keep, Saver, Stored, saved_names, take_snapshot
 from pipectl.runtime.manifest import Manifest
 from pipectl.runtime.rank_process import say, warn
@@ -333,8 +334,12 @@ class Trainer:
         """
         manifest, step_end = stored.manifest, self._step_end
         updater, scale = step_end.updater, step_end.loss_scale
+        told = set[str]()
         if updater.optimizer is not None:
-            stored.restore_optimizer(updater.optimizer, step_end.updated)
+            told = restore_optimizer(stored, self._setup.job, updater, step_end.updated)
+        everyone = set[str]().union(*gather_all(self._setup.communicator, told))
+        for words in sorted(everyone) if self._rank == 0 else ():
+            warn(words)
         updater.restore(manifest.updates, manifest.losses)
         self._early_stopping.restore(manifest.metric_values, manifest.best)
         if scale is not None and manifest.loss_scale is not None:

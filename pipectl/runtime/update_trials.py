@@ -236,7 +236,7 @@ def _updates(
     parameters = {name: nn.Parameter(each.draw()) for name, each in gradients.items()}
     changes: dict[str, list[Tensor]] = {name: [] for name in sample}
     updater: Updater | None = None
-    with _same_draws():
+    with same_draws():
         for phase in _PHASES:
             before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
             for _ in range(phase.steps):
@@ -271,7 +271,7 @@ def _draws(job: CapturedJob, sample: _Sample, device: torch.device) -> bool:
     """
     gradients = {name: _Gradients(name, like, device) for name, like in sample.items()}
     parameters = {name: nn.Parameter(each.draw()) for name, each in gradients.items()}
-    with _same_draws():
+    with same_draws():
         watch = _Draws()  # type: ignore[no-untyped-call]
         before = _shared_generators()
         try:
@@ -303,7 +303,7 @@ def _shared_generators() -> Any:
 
 
 @contextmanager
-def _same_draws() -> Iterator[None]:
+def same_draws() -> Iterator[None]:
     """Let every trial draw the same numbers, and leave all generators as they are."""
     python, numpy = random.getstate(), np.random.get_state()
     try:

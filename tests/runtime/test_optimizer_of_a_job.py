@@ -12,10 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from mpi4py import MPI
 from torch import nn
 
 from pipectl.capture import CapturedJob
 from pipectl.errors import CaptureError, WorkerError
+from pipectl.runtime.changed_optimizer import restore_optimizer
+from pipectl.runtime.checkpoint import Keep, Saver, Stored, take_snapshot
+from pipectl.runtime.manifest import Manifest
 from pipectl.runtime.optimizer import Updater, make_updater
 from pipectl.runtime.update_trials import (
     loses_state,
@@ -303,6 +307,22 @@ class Shared(torch.optim.SGD):
         for p in self.param_groups[0]["params"]:
             state[p] = state.get(p, torch.zeros(())) + p.grad.sum()
             p.data -= 0.1 * state[p]
+
+
+class Following(torch.optim.SGD):
+    """May keep a mean of the weights, which begins with their values."""
+
+    def __init__(self, parameters: Any, mean: bool = False) -> None:
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+        self.mean = mean
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for p in self.param_groups[0]["params"] if self.mean else []:
+            state = self.state[p]
+            if "momentum_buffer" in state and "steps" not in state:
+                state["steps"], state["mean"] = 0, p.detach().clone()
+            state["mean"].lerp_(p, 0.1)
 
 
 class Replacing(torch.optim.SGD):
@@ -637,3 +657,52 @@ def test_what_ranks_refuse_is_found_if_it_comes_late(job: Maker, how: str, words
         refuse_late_changes(job(allowed), torch.device("cpu"))
     with pytest.raises(CaptureError, match=words):
         refuse_late_changes(job("Late", {"how": how}), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kept", "told"),
+    [
+        (("AdamW", {}), ("AdamW", {"lr": 0.5, "weight_decay": 0.1}), True, ""),
+        (("AdamW", {"amsgrad": True}), ("AdamW", {"fused": True}), True, ""),
+        (
+            ("Adam", {}),
+            ("Adam", {"amsgrad": True, "weight_decay": 0.1}),
+            True,
+            "'max_exp_avg_sq', ",
+        ),
+        (
+            ("RMSprop", {}),
+            ("RMSprop", {"momentum": 0.9, "centered": True}),
+            True,
+            "buffer' and 'gr",
+        ),
+        (("SGD", {}), ("SGD", {"momentum": 0.9}), True, ""),
+        (("SGD", {"momentum": 0.9}), ("AdamW", {}), False, "AdamW begins with new .* torch.SGD$"),
+        (("Adam", {}), ("RAdam", {}), False, "torch.RAdam begins with new state; .* torch.Adam$"),
+        (
+            ("Following", {}),
+            ("Following", {"mean": True}),
+            False,
+            "'mean', so that all its state b",
+        ),
+    ],
+)
+def test_a_run_may_go_on_with_other_options_or_another_optimizer(
+    job: Maker, tmp_path: Path, before: Any, after: Any, kept: bool, told: str
+) -> None:
+    first = first_step_of(job(*before))
+    writer = Saver(MPI.COMM_SELF, tmp_path, Keep(1), 1, print)
+    states = first.parameters
+    writer.start(Manifest(1, 1, {}), take_snapshot(states, {n: n for n in states}, first, states))
+    writer.finish()
+    made = job(*after)
+    again = updater_of(made)
+    said = restore_optimizer(Stored(tmp_path / "step-000001"), made, again, again.parameters)
+    assert [bool(re.search(told, words)) for words in said] == [True] * bool(told), said
+    for name, parameter in first.parameters.items():
+        old, new = (dict(u.optimizer.state.get(u.parameters[name], {})) for u in (first, again))
+        found = {key: new.get(key) for key in old}
+        assert str(found) == str(old) if kept else not new, parameter
+    for parameter in again.parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    again.step()

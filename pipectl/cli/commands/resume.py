@@ -44,6 +44,8 @@ def command(
             print_plan([job], "new plan: ")
         for key, (old, new) in changes.items():
             say(f"changed: {key} {json.dumps(old)} -> {json.dumps(new)}")
+    if step and "optimizer.factory" in changes:
+        note("an optimizer of another class begins with new state")
     begin = f"from step {step}" if step else "from the beginning: no checkpoint yet"
     title = f"resumed: {record.name} ({describe_job(record)}), {begin}"
     print_and_follow(

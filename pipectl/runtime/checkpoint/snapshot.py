@@ -20,13 +20,14 @@ from pipectl.capture.model_with_loss import in_model, name_in_loss, own_name
 from pipectl.capture.tensor_file import write_tensors
 from pipectl.files import make_private_directory
 from pipectl.runtime.manifest import Shard
-from pipectl.runtime.optimizer import Updater
+from pipectl.runtime.optimizer import Origin, Updater
 
 _ALIGNMENT = 64
 TRAINING = "training"
 """Folder of the files that the user's model does not load."""
 _STATE = "state/"
 _LOSS = "loss"
+_ORIGIN = "origin"
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Snapshot:
         training: other states, and tensors of the optimizer.
         optimizer: JSON by parameter, which refers to these tensors.
         loss: full names of those of ``training`` that a state dict of the loss holds.
+        origin: of the optimizer's state.
         is_copy: whether training may continue during the write.
     """
 
@@ -45,6 +47,7 @@ class Snapshot:
     training: Mapping[str, Tensor]
     optimizer: Mapping[str, Any]
     loss: Sequence[str] = ()
+    origin: Origin | None = None
     is_copy: bool = False
 
     @property
@@ -64,6 +67,8 @@ class Snapshot:
         """
         file, notes = f"rank-{rank:04d}.safetensors", {"optimizer": json.dumps(self.optimizer)}
         notes[_LOSS] = json.dumps(self.loss)
+        if self.origin is not None:
+            notes[_ORIGIN] = json.dumps(self.origin)
         states = [key.removeprefix(_STATE) for key in self.training if key.startswith(_STATE)]
         weights = _write(directory, file, self.weights, [*self.weights])
         rest = f"{TRAINING}/{file}"
@@ -142,7 +147,7 @@ def take_snapshot(
                 loss.append(kept)
     tensors, optimizer = updater.state(updated)
     training |= tensors
-    snapshot = Snapshot(weights, training, optimizer, loss)
+    snapshot = Snapshot(weights, training, optimizer, loss, updater.origin if optimizer else None)
     if room_bytes is not None and snapshot.size_bytes > room_bytes:
         return snapshot
     return replace(snapshot, weights=_copy(weights), training=_copy(training), is_copy=True)
@@ -169,6 +174,11 @@ def state_key(name: str) -> str:
 def names_of_loss(notes: Mapping[str, str]) -> list[str]:
     """The states of the loss in a file of training state, by the notes of its header."""
     return list(json.loads(notes.get(_LOSS, "[]")))
+
+
+def origin_of(notes: Mapping[str, str]) -> Origin | None:
+    """What has made the optimizer's state in a file; None if that was not noted."""
+    return Origin(*json.loads(notes[_ORIGIN])) if _ORIGIN in notes else None
 
 
 def plain_name(name: str) -> str | None:

@@ -15,9 +15,9 @@ from pipectl.capture.model_with_loss import name_in_loss
 from pipectl.capture.tensor_file import TensorReader
 from pipectl.errors import DataFileError, MismatchError
 from pipectl.runs import checkpoints
-from pipectl.runtime.checkpoint.snapshot import names_of_loss, plain_name, state_key
+from pipectl.runtime.checkpoint.snapshot import names_of_loss, origin_of, plain_name, state_key
 from pipectl.runtime.manifest import Manifest, Shard
-from pipectl.runtime.optimizer import restore_state
+from pipectl.runtime.optimizer import Origin, restore_state
 from pipectl.runtime.waiting import broadcast, gather_all
 from pipectl.units import plural
 
@@ -119,6 +119,11 @@ class Stored(Mapping[str, Tensor]):
             if file is not None and name in self._optimizer(file):
                 read = partial(self._reader.tensor, file)
                 restore_state(optimizer, parameter, self._optimizer(file)[name], read)
+
+    def origin(self, name: str) -> Origin | None:
+        """What has made the optimizer state of a parameter; None if that is not known."""
+        file = self._training.get(name)
+        return None if file is None else origin_of(self._reader.header(file).metadata)
 
     def _state(self, name: str) -> Tensor:
         plain = plain_name(name)

@@ -165,6 +165,20 @@ def test_other_micro_batches_are_refused(trained, make_run):
         work_here(rest, MPI.COMM_SELF, Board())
 
 
+def test_new_options_of_the_optimizer_apply_from_the_next_step_on(trained, make_run, contents):
+    """What they need and the checkpoint has not begins with zeros."""
+    whole, _ = trained["plain"]
+    optimizer = {"factory": "torch.optim:AdamW", "kwargs": {"lr": 0.05, "amsgrad": True}}
+    sections = {**PLAIN, "pipeline": {"micro_batches": 2, "stages": 1}, "optimizer": optimizer}
+    rest = make_run(1, **sections)
+    shutil.copytree(
+        whole.checkpoints / f"step-{STOPPED:06d}", rest.checkpoints / f"step-{STOPPED:06d}"
+    )
+    work_here(rest, MPI.COMM_SELF, Board())
+    before, after = (contents(run.checkpoints / f"step-{STEPS:06d}") for run in (whole, rest))
+    assert {name.rpartition("/")[2] for name in after.keys() - before.keys()} == {"max_exp_avg_sq"}
+
+
 @pytest.fixture
 def start(warm_python, mpiexec, monkeypatch):
     """``start(run, attempt)``: two workers, as a process that goes on by itself."""
