@@ -197,7 +197,7 @@ def make_updater(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> Up
     updater = Updater(optimizer, None, parameters=trained, options=options)
     if is_of_script:
         assert job.script is not None
-        schedules = job.script.make_schedules(optimizer)
+        schedules = job.script.make_schedules(optimizer, lambda: _steps_of_epoch(job))
         watches = schedules is not None and _watches(schedules, job)
         return replace(updater, lr_scheduler=schedules, watches=watches)
     if schedule is None or function is None:
@@ -206,6 +206,13 @@ def make_updater(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> Up
     lr_scheduler = call(function, name, optimizer, **schedule.kwargs)
     _refuse_without(lr_scheduler, name, "a schedule of learning rates", "step")
     return replace(updater, lr_scheduler=lr_scheduler, watches=_watches(lr_scheduler, job))
+
+
+def _steps_of_epoch(job: CapturedJob) -> int | None:
+    """The steps of an epoch of a job, which may divide its samples otherwise than its script; None
+    if its data are iterable.
+    """
+    return None if job.loader.samples is None else len(job.loader.epoch(0))
 
 
 def make_optimizer(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> Any:

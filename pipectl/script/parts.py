@@ -226,8 +226,11 @@ class Parts:
         """The parameters that the script's optimizer holds, by name."""
         return dict(self.model.named_parameters())
 
-    def make_schedules(self, optimizer: Any) -> Any:
+    def make_schedules(self, optimizer: Any, epoch: Callable[[], int | None] | None = None) -> Any:
         """Return the script's learning-rate schedules for an optimizer; None if it has none.
+
+        Args:
+            epoch: returns the steps of an epoch, if that is another one than the script's.
 
         Raises:
             CaptureError: one of them follows what the job does not evaluate.
@@ -236,7 +239,7 @@ class Parts:
             return None
         followers = list(filter(follows_evaluations, self.schedules))
         if not followers:
-            every = [(each, self.steps_between(each)) for each in self.schedules]
+            every = [(each, self.steps_between(each, epoch)) for each in self.schedules]
             return Schedules(every, optimizer)
         place = at(self.seen.made[id(followers[0])][1])
         if len(self.schedules) > 1:
@@ -253,18 +256,25 @@ class Parts:
             )
         return moved(followers[0], optimizer)
 
-    def steps_between(self, schedule: Any) -> int:
+    def steps_between(self, schedule: Any, epoch: Callable[[], int | None] | None = None) -> int:
         """Optimizer steps between two steps of a schedule: 1, or those of an epoch.
+
+        Args:
+            epoch: see :meth:`make_schedules`.
 
         Raises:
             CaptureError: these are not known.
         """
-        known = interval_of_trainer(self.seen.frames, schedule, lambda: self.steps_per_epoch)
+
+        def of_epoch() -> int:
+            return (epoch and epoch()) or self.steps_per_epoch
+
+        known = interval_of_trainer(self.seen.frames, schedule, of_epoch)
         if known is not None:
             return known
         if steps_with_optimizer(self.seen, schedule) is not False:
             return 1
-        return self.steps_per_epoch
+        return of_epoch()
 
     @cached_property
     def batches(self) -> int | None:

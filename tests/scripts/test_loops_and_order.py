@@ -9,8 +9,10 @@ from itertools import islice
 import pytest
 import torch
 
+from pipectl.capture import CapturedJob
 from pipectl.capture.build import training_loader
 from pipectl.errors import CaptureError
+from pipectl.runtime.optimizer import make_updater
 from pipectl.script import Command, Parts, order
 from pipectl.script.halves import Kind, kind_of_loss
 from pipectl.script.later import compare_steps
@@ -302,6 +304,22 @@ def test_batches_left_at_the_end_of_an_epoch_are_a_step_as_in_the_script(
     for rate in space["order"]:
         assert optimizer.param_groups[0]["lr"] == rate
         schedules.step()
+
+
+def test_schedules_of_epochs_follow_the_epochs_of_the_job(beginning, tmp_path):
+    """Which divides the samples as its keys say."""
+    text = f"{SCHEDULE}for epoch in range(2):\n    for x, y in loader:\n        {{step}}\n"
+    command = written(tmp_path, beginning, f"{text}    schedule.step()")
+    training = {"batch_size": 12, "steps": 1}
+    for drops, rates in ((False, [0.1, 0.1, 0.1, 0.05]), (True, [0.1, 0.1, 0.05, 0.05])):
+        job = {"script": {"file": command.file}, "training": training, "data": {"drop_last": drops}}
+        (tmp_path / "job.yaml").write_text(json.dumps(job))
+        made = CapturedJob(load(tmp_path / "job.yaml"))
+        updater, found = make_updater(made, dict(made.wrapper.named_parameters())), []
+        for _ in rates:
+            found.append(updater.learning_rate)
+            updater.step_schedule()
+        assert found == rates
 
 
 def test_a_loop_over_a_part_of_the_data_is_named(found_in, beginning, tmp_path):
