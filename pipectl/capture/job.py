@@ -51,6 +51,7 @@ from pipectl.capture.refusals import (
     refuse_overlaps,
     refuse_parameter_hooks,
     refuse_parts,
+    refuse_unsaved,
 )
 from pipectl.capture.regions import accelerator, arithmetic
 from pipectl.capture.single import refuse_other_branch
@@ -108,6 +109,7 @@ class CapturedJob:
             **dict(self.wrapper.named_parameters()),
             **dict(self.wrapper.named_buffers()),
         }
+        refuse_unsaved(self.states)
         refuse_overlaps(self.states)
         self._names = {id(tensor): name for name, tensor in self.states.items()}
         self.tied: dict[str, str] = {}

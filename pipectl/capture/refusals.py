@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from pipectl.capture.factories import known_hint
 from pipectl.capture.model_with_loss import ModelWithLoss, own_name, own_path
+from pipectl.capture.tensor_file import CODES
 from pipectl.capture.tensors import is_deferred
 from pipectl.errors import CaptureError
 from pipectl.faults import is_user_code, user_line
@@ -474,6 +475,28 @@ def refuse_parameter_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> No
                 "",
                 subject=f"parameter {own_path(name)} has a hook on its gradient",
                 why="which would not run in every plan",
+            )
+
+
+def refuse_unsaved(states: Mapping[str, Tensor]) -> None:
+    """Raise if a checkpoint cannot hold a state.
+
+    Args:
+        states: parameters and buffers by full name.
+
+    Raises:
+        CaptureError: naming it.
+    """
+    for name, tensor in states.items():
+        if not is_lazy(tensor) and tensor.dtype not in CODES:
+            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+            other = "another type"
+            if tensor.dtype.is_complex:
+                other = "torch.complex64, or its real and imaginary part (torch.view_as_real)"
+            raise CaptureError(
+                f"model: {kind} {own_name(name)} has the type {tensor.dtype}, which a checkpoint "
+                "cannot hold",
+                hint=f"keep it as {other}",
             )
 
 

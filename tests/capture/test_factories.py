@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from pipectl.capture import CapturedJob, sources
 from pipectl.capture.factories import call, find
-from pipectl.capture.refusals import refuse_overlaps
+from pipectl.capture.refusals import refuse_overlaps, refuse_unsaved
+from pipectl.capture.tensor_file import CODES as SAVED
 from pipectl.errors import CaptureError, SpecError
 from pipectl.profile_parts import LoadedFile
 from pipectl.runs import RunDirectory
@@ -565,6 +566,17 @@ def test_neighbours_in_one_memory_do_not_overlap(kind: str) -> None:
 def test_any_byte_in_common_counts(kind: str) -> None:
     with pytest.raises(CaptureError, match="a and b share memory"):
         refuse_overlaps(OVERLAPPING[kind])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cure"),
+    [(torch.complex128, "torch.complex64, or"), (torch.float8_e4m3fnuz, "another type")],
+)
+def test_what_no_checkpoint_can_hold_is_refused_before_it_is_trained(dtype, cure) -> None:
+    refuse_unsaved({f"model.{i}": torch.zeros(2, dtype=each) for i, each in enumerate(SAVED)})
+    with pytest.raises(CaptureError, match=f"buffer dft.table has the type {dtype}, which") as said:
+        refuse_unsaved({"model.dft.table": torch.zeros(2, dtype=dtype)})
+    assert cure in said.value.hint
 
 
 def test_a_module_has_the_content_of_the_snapshot_and_the_path_of_its_file(
