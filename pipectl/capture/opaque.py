@@ -12,8 +12,8 @@ sizes, each a linear function of the batch size.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -21,6 +21,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from pipectl.capture.draws import seeded_draws
 from pipectl.capture.leaves import is_choice
@@ -280,6 +281,29 @@ def _common(batches: Sequence[int], leaves: Sequence[Any]) -> Any:
     return replace(leaves[0], layout=tuple(layout), requires_grad=wants_gradient)
 
 
+@contextmanager
+def _plain_checkpoints() -> Iterator[None]:
+    """Let ``checkpoint(..., use_reentrant=True)`` call its function, as in a capture.
+
+    Its backward would begin a backward of its own for every call, in which gradients of parameters
+    arrive that nobody has asked for, and several times. Recomputation is planned.
+    """
+
+    def apply(body: Callable[..., Any], _: bool, *given: Any) -> Any:
+        return body(*given)
+
+    function: Any = CheckpointFunction
+    before = vars(function).get("apply")
+    function.apply = apply
+    try:
+        yield
+    finally:
+        if before is None:
+            del function.apply
+        else:
+            function.apply = before
+
+
 class Opaque:
     """One call of a submodule as an operator: ``opaque(samples, *states, *tensors, *sizes)``.
 
@@ -388,7 +412,8 @@ class Opaque:
             if module.training is not training:
                 module.training = training
         args, kwargs = self._arguments.filled(values[count:])
-        with seeded_draws(self._generators) if self.outline.draws else nullcontext():
+        draws = seeded_draws(self._generators) if self.outline.draws else nullcontext()
+        with draws, _plain_checkpoints():
             result, buffers, _ = self._states.call_module(values[:count], args, kwargs)
         results = self._checked(result, samples, tensors_in([values, buffers]))
         if anchor is not None:

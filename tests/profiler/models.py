@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
 
@@ -78,6 +79,28 @@ class Hiding(Counted):
     def forward(self, x: Tensor) -> Tensor:
         x = Squares.apply(super().forward(x).tanh(), 2.0, True)
         return square(Squares.apply(x.tanh(), 2.0, False).tanh())
+
+
+class Again(nn.Module):
+    """A layer that is checkpointed three times, each time by a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(10, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = checkpoint(lambda y: self.layer(y).tanh(), x, use_reentrant=True)
+        return x
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.again, self.b = nn.Linear(6, 10), Again(), nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.again(self.a(x)))
 
 
 class Drawn(nn.Module):

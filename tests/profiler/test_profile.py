@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import CheckpointFunction
 
 from pipectl.capture import CapturedJob
 from pipectl.capture.regions import missing_kernels
@@ -214,6 +215,17 @@ def test_functions_that_keep_tensors_in_attributes_are_told(profiled: Any) -> No
     functions = [each.id for each in profile.operators if each.id.startswith("squares")]
     assert len(functions) == 2
     assert profile.own_code == (functions[1], "square")
+
+
+def test_a_submodule_that_checkpoints_with_backwards_of_its_own_is_measured(profiled: Any) -> None:
+    """Kept whole, it runs as it is captured: without them."""
+    profile = profiled("Checkpointed", opaque=["again"])
+    (whole,) = (each for each in profile.operators if "again" in each.id)
+    assert dict(whole.parameter_gradients) == {
+        "model.again.layer.weight": 400,
+        "model.again.layer.bias": 40,
+    }
+    assert vars(CheckpointFunction).get("apply") is None
 
 
 def test_values_in_mixed_precision_take_half_the_bytes(counted: Profile, profiled: Any) -> None:
