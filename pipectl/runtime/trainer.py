@@ -12,7 +12,7 @@ from pipectl import torch_api
 from pipectl.cluster import Cluster
 from pipectl.errors import PipectlError, UsageError
 from pipectl.files import write_text
-from pipectl.runs import StartDirectory
+from pipectl.runs import StartDirectory, read_metrics
 from pipectl.runs.phases import TRAINS, evaluates
 from pipectl.runtime.alarm import Alarm, OtherRankError
 from pipectl.runtime.asynchronous import AsynchronousSteps
@@ -28,7 +28,7 @@ from pipectl.runtime.steps import Steps, SynchronousSteps
 from pipectl.runtime.stopping import GO_ON, MOVE, STOP, EarlyStopping, StopRequest
 from pipectl.runtime.telemetry import Telemetry
 from pipectl.runtime.tracing import PlannedBatches, Tracing
-from pipectl.runtime.waiting import gather_all
+from pipectl.runtime.waiting import broadcast, gather_all
 from pipectl.schedule import channels, is_unflushed, lower, lower_renewal
 from pipectl.simulate.memory import room_bytes
 
@@ -345,8 +345,28 @@ class Trainer:
         if scale is not None and manifest.loss_scale is not None:
             scale.restore(manifest.loss_scale)
         self._steps_done = self._save_begun_after = manifest.step
-        self._unevaluated = manifest.unevaluated
+        self._unevaluated = self._lacks_evaluation(manifest)
         self._telemetry.restore(self._steps_done)
+
+    def _lacks_evaluation(self, manifest: Manifest) -> bool:
+        """Whether the evaluation after the step of a checkpoint is still to be made; collective.
+
+        The checkpoint after the last step may be older than its evaluation, and a run may end at a
+        step that was not its last one. Whether it was made is known from the metrics; what follows
+        from it may have to be a part of the state, too.
+        """
+        step, setup = manifest.step, self._setup
+        if not (manifest.unevaluated or step == self._spec.training.steps):
+            return False
+        evaluator = setup.evaluator
+        is_state = self._keeps_evaluations or (evaluator is not None and bool(evaluator.writes))
+        if manifest.unevaluated and is_state:
+            return True
+        made = False
+        if self._rank == 0:
+            lines = read_metrics(self._start.run)
+            made = any(line.step == step and line.evaluation is not None for line in lines)
+        return not broadcast(setup.communicator, made)
 
     def _save(self, step: int, *, unevaluated: bool = False) -> None:
         """Begin to save the state after a step.

@@ -326,6 +326,27 @@ def test_runs_end_early_and_go_on_to_the_bit(make_run, launch, different, monkey
     assert different(whole, run) == []  # checkpoints drain steps that overlap, which is part of it
 
 
+def test_the_evaluation_at_the_end_is_made_once_and_also_if_the_end_comes_early(make_run, launch):
+    """A complete run gets more steps, and another one no more than it has made."""
+    training, held_out = {"steps": 5, "batch_size": 4}, {"data": f"{PARTS}:HeldOut", "every": 4}
+    complete, stopped = (make_run(1, training=training, evaluation=held_out) for _ in range(2))
+    stopped.start.stop_request.write_text("")
+    for attempt in (1, 2):
+        for run in (complete, stopped):
+            run.start_of(attempt).errors.mkdir(parents=True, exist_ok=True)
+        done = launch(1, IN_TURN, complete.path, stopped.path)
+        assert done.returncode == 0, done.stderr
+        (step,) = (int(name.removeprefix("step-")) for name in names(stopped))
+        for run, steps in ((complete, 6), (stopped, step)):
+            run.job.write_text(dump(load(run.job, [f"training.steps={steps}"])))
+    made = [
+        [line.step for line in read_metrics(run) if line.evaluation] for run in (complete, stopped)
+    ]
+    assert made == [[4, 5, 6], [step]]
+    of_last = [line.attempt for line in read_metrics(complete) if line.evaluation]
+    assert of_last == [1, 1, 2]
+
+
 PLATEAU = {
     "factory": "torch.optim.lr_scheduler:ReduceLROnPlateau",
     "kwargs": {"patience": 0, "threshold": 1e9, "threshold_mode": "abs", "factor": 0.5},
