@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from math import ceil
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipectl.batch import JobState, get_scheduler
 from pipectl.cluster import Cluster
-from pipectl.errors import PipectlError, UsageError
+from pipectl.errors import DataFileError, PipectlError, UsageError
 from pipectl.files import is_there, make_directory
 from pipectl.hash_seed import VARIABLE
 from pipectl.jobs.job import (
@@ -40,12 +41,15 @@ from pipectl.runs import (
     read_heartbeat,
     read_measured,
     read_starts,
+    step_of,
 )
 from pipectl.runs.code import Code, is_changed, loaded_of, new_copies, read_snapshot
 from pipectl.runs.kept_code import read_code
+from pipectl.runtime.manifest import Manifest
 from pipectl.spec import SpecFile, load, profile_key
 from pipectl.spec.code import using
 from pipectl.spec.settings import differences
+from pipectl.units import plural
 
 if TYPE_CHECKING:
     from pipectl.spec import JobSpec
@@ -116,6 +120,7 @@ def resume(
                 spec = fit_to_allocation(spec, record.scheduler)
             if state is JobState.COMPLETED:
                 _check_incomplete(run, record, before, spec)
+            _check_steps(run, spec)
             _check_unchanged(run, record, before, spec)
             plan = Plan.load(run.plan) if is_there(run.plan) else None
             cluster, _, warning = find_cluster(with_output_beside(run, spec), record.scheduler)
@@ -125,6 +130,7 @@ def resume(
             )
             if plan is not None:
                 job = _plan_again(run, before, job, cluster, overrides, plan)
+            _check_micro_batches(run, job)
             replanned = job.plan != plan
             what = "resumed with changed code" if with_changed_code and changed else "resumed"
             submission = _hand_over_again(run, job, record, now, what, replanned=replanned)
@@ -174,6 +180,43 @@ def _check_incomplete(run: RunDirectory, record: Record, before: JobSpec, spec: 
             f"{run.name}: is complete, step {record.steps} of {record.steps}",
             hint=f"to train on, give it more steps: pipectl resume {name_in_shell(run)} "
             f"--set training.steps={2 * record.steps}",
+        )
+
+
+def _check_steps(run: RunDirectory, spec: JobSpec) -> None:
+    """Refuse fewer steps than are done."""
+    checkpoint = last_checkpoint(run)
+    done = 0 if checkpoint is None else step_of(checkpoint) or 0
+    if spec.training.steps < done:
+        command = f"pipectl resume {name_in_shell(run)}"
+        raise UsageError(
+            f"{run.name}: step {done} of it is done, which is more than training.steps: "
+            f"{spec.training.steps}",
+            hint=f"to end it there: {command} --set training.steps={done}",
+        )
+
+
+def _check_micro_batches(run: RunDirectory, job: Job) -> None:
+    """Refuse a plan with which the ranks would refuse the checkpoint."""
+    checkpoint = last_checkpoint(run)
+    plans = (*job.plans.values(), *([] if job.plan is None else [job.plan]))
+    if checkpoint is None or not plans:
+        return
+    with suppress(DataFileError):  # the ranks take an earlier one if it is damaged
+        size, batch = Manifest.load(checkpoint).micro_batch_size, job.spec.training.batch_size
+        if all(plan.micro_batch_size == size for plan in plans):
+            return
+        count = ceil(batch / size)
+        hint = f"keep their size: --set pipeline.micro_batches={count}"
+        if ceil(batch / count) != size:
+            hint = (
+                f"set training.batch_size to a multiple of {size}, and pipeline.micro_batches to "
+            )
+            hint += "so many of them"
+        raise UsageError(
+            f"{run.name}: its checkpoints were written with micro-batches of "
+            f"{plural(size, 'sample')}, and the plan has {plans[0].micro_batch_size}",
+            hint=hint,
         )
 
 
@@ -233,8 +276,11 @@ def _plan_again(
         return replace(job, cluster=cluster, profile=profile, plan=plan, plans_in_job=False)
     same_model = is_of_model(spec, before, own_profile)
     if spec.pipeline.micro_batches is None and (same_model or last_checkpoint(run) is not None):
-        load(run.job, [*overrides, f"pipeline.micro_batches={plan.micro_batches}"])  # checks it
-        spec = change(spec, pipeline={"micro_batches": plan.micro_batches})
+        count = plan.micro_batches
+        if spec.training.batch_size != plan.batch_size:  # their size is that of the checkpoints
+            count = ceil(spec.training.batch_size / plan.micro_batch_size)
+        load(run.job, [*overrides, f"pipeline.micro_batches={count}"])  # checks it
+        spec = change(spec, pipeline={"micro_batches": count})
     job = replace(job, spec=spec)
     if not same_model:
         return job

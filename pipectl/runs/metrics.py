@@ -463,7 +463,7 @@ class Measured:
         """Time of the remaining steps at the measured step time."""
         if self.step_time_s is None or self.steps is None:
             return None
-        return (self.steps - self.step) * self.step_time_s
+        return max(0, self.steps - self.step) * self.step_time_s
 
 
 def sum_up(lines: Sequence[MetricsLine]) -> Measured:

@@ -22,6 +22,7 @@ from pipectl.jobs.state import get_statuses
 from pipectl.plan import Plan
 from pipectl.profile import Profile
 from pipectl.runs import Record, RunDirectory, list_runs
+from pipectl.runtime.manifest import Manifest
 from pipectl.spec import load, profile_key
 from tests.batch.job_requests import wait_until
 
@@ -350,6 +351,35 @@ def test_a_resumed_job_may_get_a_container_and_its_micro_batches_stay(cli, profi
     spec = load(run.job)
     assert spec.environment.container.runtime == "apptainer"
     assert spec.pipeline.micro_batches == before.micro_batches
+
+
+def test_a_resume_that_the_ranks_would_refuse_is_refused_at_once(cli, profile, queue):
+    """Micro-batches keep their size, and steps that are done stay."""
+    planned = "pipeline.micro_batches=~"
+    key = profile_key(load(Path("job.yaml"), [planned]))
+    replace(Profile.load(profile), key=key).save(profile)
+    assert cli(*SUBMIT, "--set", planned).code == 0
+    (run,) = runs()
+    before, job = Plan.load(run.plan), run.job.read_text()
+    size, batch = before.micro_batch_size, before.batch_size
+    assert size == 1
+    assert cli("cancel", run.name).code == 0
+    run.start.begun.touch()
+    run.start.exit_code.write_text("1\n")
+    checkpoint = run.checkpoints / "step-000003"
+    checkpoint.mkdir(parents=True)
+    Manifest(3, size, {}).save(checkpoint)
+    for setting, words in (
+        ("training.steps=2", "step 3 of it is done, which is more than training.steps: 2"),
+        (f"pipeline.micro_batches={batch // 2}", f"--set pipeline.micro_batches={batch}"),
+    ):
+        result = cli("resume", "last", "--set", setting)
+        assert (result.code, run.job.read_text()) == (2, job)
+        assert words in " ".join(result.err.split())
+    result = cli("resume", "last", "--set", f"training.batch_size={3 * batch}")
+    assert result.code == 0, result.err
+    assert Plan.load(run.plan).micro_batch_size == size
+    assert Plan.load(run.plan).micro_batches == 3 * batch // size
 
 
 @pytest.mark.parametrize("nodes", ["2", "2-3"])
