@@ -10,7 +10,7 @@ from __future__ import annotations
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -496,6 +496,58 @@ def is_keeping_inputs(function: type[torch.autograd.Function]) -> bool:
     Until torch 2.11, ``torch.utils.checkpoint`` calls it with an empty tensor, which nobody reads.
     """
     return function is _KEEPS_INPUTS
+
+
+_SDP = ("cudnn", "flash", "mem_efficient", "math", "overrideable")
+
+
+def _choices_of_kernels() -> dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]:
+    """Return what reads and what sets each choice; not all releases have all of them."""
+    names = {
+        **{f"sdp_{kind}": (f"_get_{kind}_sdp_enabled", f"_set_sdp_use_{kind}") for kind in _SDP},
+        "sdp_order": ("_get_sdp_priority_order", "_set_sdp_priority_order"),
+        "mkldnn": ("_get_mkldnn_enabled", "_set_mkldnn_enabled"),
+        "mkldnn_deterministic": ("_get_mkldnn_deterministic", "_set_mkldnn_deterministic"),
+        "cudnn": ("_get_cudnn_enabled", "_set_cudnn_enabled"),
+        "cudnn_benchmark": ("_get_cudnn_benchmark", "_set_cudnn_benchmark"),
+        "cudnn_deterministic": ("_get_cudnn_deterministic", "_set_cudnn_deterministic"),
+        "cudnn_tf32": ("_get_cudnn_allow_tf32", "_set_cudnn_allow_tf32"),
+        "matmul": ("_get_float32_matmul_precision", "_set_float32_matmul_precision"),
+    }
+    pairs = {n: [getattr(torch._C, each, None) for each in pair] for n, pair in names.items()}
+    found: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]
+    found = {name: (pair[0], pair[1]) for name, pair in pairs.items() if pair[0] and pair[1]}
+    found["deterministic"] = (
+        lambda: [
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ],
+        lambda choice: torch._C._set_deterministic_algorithms(choice[0], warn_only=choice[1]),
+    )
+    return found
+
+
+_KERNELS = _choices_of_kernels()
+
+
+def kernels() -> dict[str, Any]:
+    """Return how torch chooses kernels now, by name; without what it does not tell."""
+    found = {}
+    for name, (read, _) in _KERNELS.items():
+        with suppress(RuntimeError):  # it was set in two ways
+            value = read()
+            found[name] = tuple(value) if isinstance(value, list) else value
+    return found
+
+
+def choose_kernels(choices: Mapping[str, Any]) -> None:
+    """Let torch choose kernels in another way.
+
+    Args:
+        choices: by the names of :func:`kernels`.
+    """
+    for name, value in choices.items():
+        _KERNELS[name][1](list(value) if isinstance(value, tuple) else value)
 
 
 def keep_unread(operator: HigherOrderOperator) -> None:

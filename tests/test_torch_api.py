@@ -372,6 +372,20 @@ def test_the_lines_of_operators_are_those_that_were_chosen() -> None:
     assert node.meta["stack_trace"].splitlines()[1:] == ["    return x.sin()"]
 
 
+def test_the_choice_of_kernels_is_read_and_set() -> None:
+    before = api.kernels()
+    assert {"sdp_flash", "sdp_order", "mkldnn", "cudnn_tf32", "deterministic"} <= before.keys()
+    changed = {"sdp_flash": False, "matmul": "medium", "deterministic": (True, True)}
+    try:
+        api.choose_kernels(changed)
+        assert api.kernels() == {**before, **changed}
+        assert not torch.backends.cuda.flash_sdp_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        api.choose_kernels(before)
+    assert api.kernels() == before
+
+
 def test_a_node_is_named_after_its_target() -> None:
     graph = fx.Graph()
     node = graph.call_function(torch.sin, (graph.placeholder("x"),))

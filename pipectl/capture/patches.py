@@ -37,7 +37,7 @@ from pipectl.capture.refusals import (
     Refusal,
     place_at,
 )
-from pipectl.capture.regions import mark_regions
+from pipectl.capture.regions import KernelMarks, mark_regions
 from pipectl.faults import is_user_code
 from pipectl.torch_api import (
     ASSERT_ASYNC,
@@ -88,7 +88,8 @@ def patched_export(
         stack.enter_context(left_out_checks())
         stack.enter_context(_masks_taken_as_given())
         stack.enter_context(_zeros_in_padding())
-        stack.enter_context(_WatchedCalls(unrolls=unrolls))
+        stack.enter_context(recorder.kernels.watched(wrapper))
+        stack.enter_context(_WatchedCalls(recorder.kernels, unrolls=unrolls))
         stack.enter_context(_marked_regions())
         stack.enter_context(_recorded_functions(recorder))
         stack.enter_context(_recorded_lines())
@@ -235,8 +236,9 @@ class _WatchedCalls(TorchFunctionMode):
     checks arguments by asynchronous asserts.
     """
 
-    def __init__(self, *, unrolls: bool) -> None:
+    def __init__(self, kernels: KernelMarks, *, unrolls: bool) -> None:
         super().__init__()
+        self._kernels = kernels
         self._data: list[Tensor] = []
         self._repeats: Counter[tuple[CodeType, int, int]] | None = None if unrolls else Counter()
         self._frames: list[FrameType] = []
@@ -262,7 +264,8 @@ class _WatchedCalls(TorchFunctionMode):
             return _hookless(func(*args))
         if args and _WRITES(name) and any(args[0] is known for known in self._data):
             raise Refusal.DATA_WRITTEN.error()
-        return func(*args, **kwargs)
+        with self._kernels.traced():
+            return func(*args, **kwargs)
 
     def _count_repeats(self) -> None:
         """Count the calls from the current line of the module that is being called.
@@ -400,9 +403,14 @@ keep_unread(_RECORDED)
 
 
 class Recorder:
-    """Records calls of Python functions as single operators of an export."""
+    """Records calls of Python functions as single operators of an export.
+
+    Attributes:
+        kernels: marks of where the model changes how torch chooses kernels.
+    """
 
     def __init__(self) -> None:
+        self.kernels = KernelMarks()
         self._targets: list[Any] = []
 
     def record(
@@ -414,7 +422,7 @@ class Recorder:
             give: returns the result; the trace sees nothing of how.
         """
         mode: Any = get_proxy_mode()
-        with disable_proxy_modes_tracing():
+        with self.kernels.traced(), disable_proxy_modes_tracing():
             result = give()
         with untouched_by_modes():  # what follows is no call of the model's
             args, kwargs = pytree.tree_map(mode.tracer.unwrap_proxy, (args, kwargs))

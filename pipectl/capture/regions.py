@@ -7,7 +7,8 @@ model is captured in this context too, because it may ask for a dtype (``x.to(y.
 Parts of a model may have an autocast of their own, or run without gradients. ``torch.export`` marks
 the beginning and the end of such a part, and its passes then wrap the part in one operator, which
 no cut can divide, and lose a ``torch.no_grad()`` inside an autocast. Here every operator carries
-its context instead, and the stage enters and leaves it.
+its context instead, and the stage enters and leaves it. So it does where the model chooses kernels,
+which torch does not mark.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from pipectl.capture.factories import known_hint
 from pipectl.errors import CaptureError
@@ -27,8 +28,14 @@ from pipectl.torch_api import (
     ENTER_AUTOCAST,
     EXIT_AUTOCAST,
     SET_GRADIENTS,
+    HigherOrderOperator,
+    choose_kernels,
     current_accelerator,
+    get_proxy_mode,
+    keep_unread,
+    kernels,
     pytree,
+    untouched_by_modes,
 )
 
 _KEY = "pipectl_region"
@@ -52,10 +59,18 @@ class Region(NamedTuple):
     Args:
         autocasts: one per device type, sorted.
         gradients: False under ``torch.no_grad()``.
+        kernels: what the model has changed in how torch chooses kernels (``sdpa_kernel``, flags of
+            ``torch.backends``), by name.
     """
 
     autocasts: tuple[Autocast, ...]
     gradients: bool
+    kernels: tuple[tuple[str, Any], ...] = ()
+
+    def __repr__(self) -> str:
+        """A part of the graph's fingerprint."""
+        kernels = f", kernels={self.kernels}" if self.kernels else ""
+        return f"Region(autocasts={self.autocasts}, gradients={self.gradients}{kernels})"
 
     def enter(self) -> ExitStack:
         """Enter the region; the result leaves it when it is closed."""
@@ -65,6 +80,9 @@ class Region(NamedTuple):
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
         if not self.gradients:
             stack.enter_context(torch.no_grad())
+        if self.kernels:
+            stack.callback(choose_kernels, kernels())
+            choose_kernels(dict(self.kernels))
         return stack
 
     def run(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -96,6 +114,76 @@ def region_of(node: fx.Node) -> Region:
     return region
 
 
+class _Mark(HigherOrderOperator):
+    """Stands in a trace where the model changes how torch chooses kernels."""
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError
+
+
+_MARK = _Mark("pipectl_kernels")  # type: ignore[no-untyped-call]
+keep_unread(_MARK)
+
+
+class KernelMarks:
+    """Marks a trace wherever the model has changed how torch chooses kernels, of which it shows
+    nothing.
+
+    An export chooses some for itself (it switches off cuDNN, for example). The model sees what held
+    before, but no operator that is traced does.
+    """
+
+    def __init__(self) -> None:
+        self._before = self._now = kernels()
+        self._of_export: dict[str, Any] = {}
+        self._tracer: Any = None
+
+    @contextmanager
+    def watched(self, model: nn.Module) -> Iterator[None]:
+        """Let the model see what held before, whenever it is called; undo what it has changed for
+        good.
+        """
+
+        def begin(*_: Any) -> None:
+            found = kernels().items()
+            self._of_export = {n: v for n, v in found if self._before.get(n) != v}
+            choose_kernels({name: self._before[name] for name in self._of_export})
+
+        def end(*_: Any) -> None:
+            choose_kernels({**self._before, **self._of_export})
+            self._of_export = {}
+
+        handles = (
+            model.register_forward_pre_hook(begin, prepend=True),
+            model.register_forward_hook(end, always_call=True),
+        )
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def traced(self) -> Iterator[None]:
+        """Trace an operator; before it is a mark if the model has changed anything."""
+        mode = get_proxy_mode()
+        if mode is None:
+            yield
+            return
+        found = kernels()
+        self._tracer = self._tracer or mode.tracer
+        if found != self._now and mode.tracer is self._tracer:  # not in the graph of a branch
+            self._now = found
+            changed = tuple(each for each in found.items() if self._before.get(each[0]) != each[1])
+            with untouched_by_modes():
+                mode.tracer.create_proxy("call_function", _MARK, (changed,), {})
+        choose_kernels(self._of_export)
+        try:
+            yield
+        finally:
+            choose_kernels({name: found[name] for name in self._of_export})
+
+
 class Switch:
     """Adds calls to a graph that enter and leave regions between its operators."""
 
@@ -121,6 +209,7 @@ def mark_regions(module: fx.GraphModule, signature: Any, passes: list[Any]) -> t
     """
     autocasts: dict[fx.Node, Autocast] = {}
     gradients, marks = True, []
+    chosen: tuple[tuple[str, Any], ...] = ()
     for node in module.graph.nodes:
         if node.target is ENTER_AUTOCAST:
             device, dtype, enabled, _ = node.args
@@ -129,9 +218,12 @@ def mark_regions(module: fx.GraphModule, signature: Any, passes: list[Any]) -> t
             autocasts.pop(node.args[0])
         elif node.target is SET_GRADIENTS:
             gradients = node.args[0]
+        elif node.target is _MARK:
+            chosen = tuple((name, _plain(value)) for name, value in node.args[0])
         else:
             innermost = {autocast.device: autocast for autocast in autocasts.values()}
-            node.meta[_KEY] = Region(tuple(sorted(innermost.values())), gradients)
+            region = Region(tuple(sorted(innermost.values())), gradients)
+            node.meta[_KEY] = region._replace(kernels=chosen)
             inner = getattr(module, str(node.target), None) if node.op == "get_attr" else None
             if isinstance(inner, fx.GraphModule):
                 for apply in reversed(passes):
@@ -143,6 +235,11 @@ def mark_regions(module: fx.GraphModule, signature: Any, passes: list[Any]) -> t
         module.graph.erase_node(node)
     module.recompile()
     return module, signature
+
+
+def _plain(value: Any) -> Any:
+    """Return a value without the lists of a graph's own kind."""
+    return tuple(value) if isinstance(value, tuple | list) else value
 
 
 def _devices(captured: str) -> Iterator[str]:

@@ -18,6 +18,7 @@ from pipectl.capture.regions import WHOLE, Autocast, Region, arithmetic, region_
 from pipectl.capture.slices import Span, coupled_operators
 from pipectl.capture.traits import find_traits
 from pipectl.errors import CaptureError
+from pipectl.torch_api import choose_kernels, kernels
 
 MODELS = Path(__file__).with_name("models.py")
 
@@ -277,6 +278,49 @@ def test_every_operator_knows_what_holds_for_it_and_neighbours_enter_it_once(job
     for stage, entered in ((0, 2), (1, 3)):
         module: Any = build_stage(cut, stage, 4).module
         assert sum(node.name.startswith("enter") for node in module.graph.nodes) == entered
+
+
+CHOOSING = """
+q = x.unflatten(1, (1, 3, 2))
+with sdpa_kernel(SDPBackend.MATH):
+    x = x + nn.functional.scaled_dot_product_attention(q, q, q).flatten(1)
+    with torch.backends.mkldnn.flags(enabled=False):
+        x = Twice.apply(x)
+x = x + nn.functional.scaled_dot_product_attention(q, q, q).flatten(1)
+torch.use_deterministic_algorithms(True, warn_only=True)
+x = x * 2
+"""
+TWICE = """
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+"""
+
+
+def test_operators_run_with_the_kernels_that_the_model_chooses(
+    make_job, write_modules, run_whole
+) -> None:
+    before = kernels()
+    job = make_job(f"{write_modules({'Choosing': CHOOSING.strip()}, TWICE)}:WholeChoosing")
+    graph = job.training_graph(4)
+    assert kernels() == before
+    found = {node.name: dict(region_of(node).kernels) for node in graph.operators}
+    attention = {"sdp_cudnn", "sdp_flash", "sdp_mem_efficient", "sdp_overrideable"}
+    assert found["linear"] == found["scaled_dot_product_attention_1"] == {}
+    assert dict.fromkeys(attention, False).items() >= found["scaled_dot_product_attention"].items()
+    assert not found["scaled_dot_product_attention"]["sdp_flash"]
+    assert found["twice"] == {**found["scaled_dot_product_attention"], "mkldnn": False}
+    assert [found[name] for name in found if "mul" in name] == [{"deterministic": (True, True)}]
+    assert torch.equal(run_whole(job), job.wrapper(*job.loader.example(4)))
+    choose_kernels(before)  # the model has changed them for good
+    run_whole(job)
+    assert kernels() == before
 
 
 def test_a_view_without_gradients_lets_none_through(graph_of) -> None:
