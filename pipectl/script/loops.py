@@ -148,7 +148,8 @@ def begins_anew(loop: Around, made: Collection[Place]) -> bool:
     """
     node = loop.node
     end = node.end_lineno or node.lineno
-    return any(where == loop.file and node.lineno < line <= end for where, line in made)
+    first = node.body[0].lineno  # that of the loop, if all is on one line
+    return any(where == loop.file and first <= line <= end for where, line in made)
 
 
 def statements_around(

@@ -132,6 +132,11 @@ ENDS = {
         "    for x, y in DataLoader(Stream(), batch_size=8):\n        {step}",
         8,
     ),
+    "folds on one line": (
+        "def fit(fold):\n    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "    for x, y in loader:\n        {step}\nfor fold in range(3): fit(fold)",
+        4,
+    ),
     "counts before the step": (
         "for epoch in range(2):\n    for x, y in loader:\n        number += 1\n        {step}\n"
         "        if number >= 6: break",
