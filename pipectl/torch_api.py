@@ -54,6 +54,8 @@ from torch.utils import checkpoint
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._traceback import CapturedTraceback
+from torch.utils.data import get_worker_info
+from torch.utils.data._utils import worker
 
 __all__ = [
     "BatchNorm",
@@ -592,6 +594,23 @@ def part_of(spec: pytree.TreeSpec, index: int) -> pytree.TreeSpec:
         spec.child(index) if hasattr(spec, "child") else spec.children_specs[index]
     )
     return part
+
+
+@contextmanager
+def told_as_process(dataset: Any) -> Iterator[None]:
+    """Let ``get_worker_info`` tell of a dataset, with the seed that torch has now.
+
+    In a process of a loader it does so for good, elsewhere within the block, as the only process.
+    """
+    info, seed = get_worker_info(), torch.initial_seed()
+    if info is not None:
+        object.__setattr__(info, "dataset", dataset)
+        object.__setattr__(info, "seed", seed)
+        yield
+        return
+    alone = worker.WorkerInfo(id=0, num_workers=1, seed=seed, dataset=dataset)
+    with mock.patch.object(worker, "_worker_info", alone):
+        yield
 
 
 def is_of_compiler(error: BaseException) -> bool:

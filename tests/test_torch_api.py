@@ -439,6 +439,19 @@ def test_masks_vmap_and_errors_of_the_compiler() -> None:
     assert not api.is_edge_of_vmap(torch.sin)
 
 
+def test_a_process_is_told_of_a_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.utils.data.get_worker_info()
+    with api.told_as_process([1]):
+        info = torch.utils.data.get_worker_info()
+        assert (info.id, info.num_workers, info.seed) == (0, 1, torch.initial_seed())
+        assert info.dataset == [1]
+    assert torch.utils.data.get_worker_info() is before is None
+    monkeypatch.setattr(torch.utils.data._utils.worker, "_worker_info", info)
+    with api.told_as_process([2]):
+        assert info.dataset == [2]
+    assert torch.utils.data.get_worker_info().dataset == [2]
+
+
 def check_none(*_: object) -> None:
     raise RuntimeError("no backend")
 

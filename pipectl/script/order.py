@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 from array import array
 from collections.abc import Callable, Iterator, Sequence, Sized
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path as Directory
@@ -14,10 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from pipectl.errors import CaptureError
 from pipectl.script.program import Path, name_of, reach
+from pipectl.torch_api import told_as_process
 from pipectl.units import plural
 
 _KEPT_EPOCHS = 16
@@ -241,6 +243,78 @@ def directory(path: str) -> Iterator[None]:
             os.chdir(before)
 
 
+@contextmanager
+def own_signals() -> Iterator[None]:
+    """Set back what the script answers to signals: ranks have answers of their own."""
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+
+
+class InProcess:
+    """The dataset of a loader as its processes have it: after its ``worker_init_fn``, which may
+    choose samples or open files. Where a rank reads samples itself, it is the only process.
+
+    Args:
+        place: the working directory of the script.
+    """
+
+    def __init__(self, loader: DataLoader[Any], place: str) -> None:
+        self._dataset, self._place = loader.dataset, place
+        self._begin = loader.worker_init_fn if loader.num_workers else None
+        self._known: tuple[int, Any] = -1, None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Another process begins anew; what this one has opened need not be copied."""
+        return {**vars(self), "_known": (-1, None)}
+
+    def __call__(self) -> Any:
+        """Return the dataset of this process, which begins with the first call."""
+        if self._known[0] != os.getpid():
+            info = get_worker_info()
+            self._known = os.getpid(), self.begun(info.id if info else 0)
+        return self._known[1]
+
+    def begun(self, seed: int | None = None) -> Any:
+        """Return the dataset of a process that begins now. Its random numbers stay as they are.
+
+        Args:
+            seed: of the numbers that ``worker_init_fn`` draws; by default that of the process.
+        """
+        if self._begin is None:
+            return self._dataset
+        generators, info = SharedGenerators(), get_worker_info()
+        before, threads = dict(getattr(self._dataset, "__dict__", {})), torch.get_num_threads()
+        if seed is not None:
+            torch.manual_seed(seed)
+        signals = own_signals() if info is None else nullcontext()
+        with directory(self._place), signals, told_as_process(self._dataset):
+            self._begin(0 if info is None else info.id)
+        generators.restore()
+        if info is not None:
+            return self._dataset
+        torch.set_num_threads(threads)
+        own = _copied(self._dataset)
+        if own is not self._dataset:  # processes that are started later begin with it as it was
+            vars(self._dataset).clear()
+            vars(self._dataset).update(before)
+        return own
+
+
+def _copied(value: Any) -> Any:
+    """A copy with the same attributes; the value itself if there can be none."""
+    try:
+        other = object.__new__(type(value))
+        vars(other).update(vars(value))
+    except TypeError:
+        return value
+    return other
+
+
 @dataclass
 class Collate:
     """Makes a batch of samples, and takes from it what model and loss read.
@@ -274,8 +348,10 @@ class Samples(Dataset[Any]):
         order: the indices of an epoch, by its number.
     """
 
-    def __init__(self, dataset: Any, collate: Collate, order: Order) -> None:
+    def __init__(self, loader: DataLoader[Any], collate: Collate, order: Order) -> None:
+        dataset: Any = loader.dataset
         self._dataset = dataset
+        self._in_process = InProcess(loader, collate.directory)
         self.collate_fn = collate
         self.order = order
         if hasattr(dataset, "lengths"):
@@ -285,8 +361,9 @@ class Samples(Dataset[Any]):
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Any:
+        dataset = self._in_process()
         with directory(self.collate_fn.directory):
-            return self._dataset[index]
+            return dataset[index]
 
 
 class Stream(IterableDataset[Any]):
@@ -299,13 +376,14 @@ class Stream(IterableDataset[Any]):
     """
 
     def __init__(self, loader: DataLoader[Any], collate: Collate) -> None:
-        self._dataset = loader.dataset
+        self._in_process = InProcess(loader, collate.directory)
         self.collate_fn = collate
         self.in_turn = loader.num_workers, batch_size_of(loader) or 1, loader.drop_last
 
     def __iter__(self) -> Iterator[Any]:
+        dataset = self._in_process.begun()
         with directory(self.collate_fn.directory):
-            samples = iter(self._dataset)
+            samples = iter(dataset)
         while True:
             with directory(self.collate_fn.directory):
                 try:
@@ -329,16 +407,17 @@ class HeldOut(Dataset[Any]):
         collate_fn: makes a batch.
     """
 
-    def __init__(self, dataset: Any, collate: Collate, indices: Sequence[int]) -> None:
-        self._dataset, self._indices = dataset, indices
+    def __init__(self, loader: DataLoader[Any], collate: Collate, indices: Sequence[int]) -> None:
+        self._in_process, self._indices = InProcess(loader, collate.directory), indices
         self.collate_fn = collate
 
     def __len__(self) -> int:
         return len(self._indices)
 
     def __getitem__(self, index: int) -> Any:
+        dataset = self._in_process()
         with directory(self.collate_fn.directory):
-            return self._dataset[self._indices[index]]
+            return dataset[self._indices[index]]
 
 
 def held_out_samples(loader: DataLoader[Any], collate: Collate) -> HeldOut:
@@ -355,7 +434,7 @@ def held_out_samples(loader: DataLoader[Any], collate: Collate) -> HeldOut:
     before = Generators(loader)
     indices = sorted(int(index) for batch in loader.batch_sampler for index in batch)
     before.restore()
-    return HeldOut(loader.dataset, collate, indices)
+    return HeldOut(loader, collate, indices)
 
 
 def samples_of(
@@ -381,4 +460,4 @@ def samples_of(
     if isinstance(loader.dataset, IterableDataset):
         return Stream(loader, collate)
     order = Order(loader, start, told, repeats=repeats, between=between)
-    return Samples(loader.dataset, collate, order)
+    return Samples(loader, collate, order)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import hashlib
 import random
-import signal
 import sys
 import warnings
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ import torch
 from pipectl.errors import CaptureError
 from pipectl.faults import user_line
 from pipectl.script.hooks import Seen, Taken, hooked
-from pipectl.script.order import directory
+from pipectl.script.order import directory, own_signals
 from pipectl.script.unwritten import unwritten
 from pipectl.spec import JobSpec
 from pipectl.spec.code import is_source, read_source
@@ -166,24 +165,12 @@ def as_main(command: Command) -> Iterator[tuple[Any, dict[str, Any]]]:
         random.seed(command.seed)
         np.random.seed(command.seed % 2**32)
         torch.manual_seed(command.seed)
-        with directory(command.place), _own_signals(), warnings.catch_warnings():
+        with directory(command.place), own_signals(), warnings.catch_warnings():
             yield code, vars(module)
     finally:
         sys.modules["__main__"], sys.argv = main, arguments
         sys.path[:] = [*search, *(entry for entry in sys.path if entry not in search)]
         _rename(module, name)
-
-
-@contextmanager
-def _own_signals() -> Iterator[None]:
-    """Set back what the script answers to signals: ranks have answers of their own."""
-    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            if handler is not None and signal.getsignal(number) is not handler:
-                signal.signal(number, handler)
 
 
 def _rename(module: ModuleType, name: str) -> None:

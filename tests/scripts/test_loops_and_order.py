@@ -382,12 +382,19 @@ def test_an_epoch_without_end_is_drawn_part_by_part(beginning, tmp_path, monkeyp
 
 STREAM = """
 class Rows(torch.utils.data.IterableDataset):
+    rows = range(22)
     def __iter__(self):
         process = torch.utils.data.get_worker_info()
-        shares = {shares} and process is not None
+        shares = {shares!r} == "itself" and process is not None
         first, stride = (process.id, process.num_workers) if shares else (0, 1)
-        return ((data[i][0], data[i][1]) for i in range(first, 22, stride))
-loader = DataLoader(Rows(), batch_size=4, num_workers={processes}, drop_last={drops})
+        return ((data[i][0], data[i][1]) for i in self.rows[first::stride])
+def begin(number):
+    process = torch.utils.data.get_worker_info()
+    process.dataset.rows = process.dataset.rows[number :: process.num_workers]
+begin = begin if {shares!r} == "begin" else None
+loader = DataLoader(
+    Rows(), batch_size=4, num_workers={processes}, drop_last={drops}, worker_init_fn=begin
+)
 for epoch in range(2):
     for x, y in loader:
         order.append(x[:, 0])
@@ -397,8 +404,14 @@ for epoch in range(2):
 
 @pytest.mark.parametrize(
     ("processes", "shares", "drops"),
-    [(2, False, True), (3, True, False), (0, False, True)],
-    ids=["each reads all", "each reads a part", "in the script"],
+    [
+        (2, "", True),
+        (3, "itself", False),
+        (0, "begin", True),
+        (2, "begin", False),
+        (1, "begin", True),
+    ],
+    ids=["each reads all", "each reads a part", "in the script", "each begins", "one begins"],
 )
 def test_an_iterable_is_read_as_by_the_loader_of_the_script(
     beginning, tmp_path, processes, shares, drops
@@ -411,14 +424,48 @@ def test_an_iterable_is_read_as_by_the_loader_of_the_script(
     wanted = torch.cat(space["order"])
     parts = Parts.of(command)
     training = {"batch_size": 4, "steps": 1}
-    for workers in {0, processes}:
+    for workers in (0, processes):
         job = {"script": {"file": command.file}, "training": training, "data": {"workers": workers}}
         path = tmp_path / "job.yaml"
         path.write_text(json.dumps(job))
         loader = training_loader(load(path), parts)
+        next(loader.stream())  # as a profile does
         batches = list(islice(loader.batches(), len(wanted) // 4))
         read = torch.cat([inputs["0"][:, 0] for inputs, _ in loader.micro_batches(batches, 4)])
         assert torch.equal(read, wanted[: len(read)])
+
+
+OPENED = """
+class Opened(torch.utils.data.Dataset):
+    def __len__(self): return 8
+    def __getitem__(self, i): return self.rows[i], self.number
+def begin(number):
+    import signal
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    process = torch.utils.data.get_worker_info()
+    process.dataset.rows, process.dataset.number = torch.ones(8, 4), torch.randint(9**9, ())
+opened = Opened()
+for x, y in DataLoader(opened, batch_size=8, num_workers=1, worker_init_fn=begin):
+    optimizer.zero_grad(); model(x).mean().backward(); optimizer.step()
+"""
+
+
+def test_a_dataset_that_its_processes_open_is_read_without_them_too(beginning, tmp_path):
+    """The rank stays as it is, and processes that it starts later open it for themselves."""
+    parts = Parts.of(written(tmp_path, beginning, OPENED.replace("{", "{{").replace("}", "}}")))
+    data, generators = parts.dataset(), order.SharedGenerators()
+    before = signal.getsignal(signal.SIGUSR1), torch.get_num_threads()
+    _, number = data[0]
+    assert number == data[1][1]
+    assert not generators.have_drawn()
+    assert (signal.getsignal(signal.SIGUSR1), torch.get_num_threads()) == before
+    assert torch.utils.data.get_worker_info() is None
+    assert not vars(parts.loader.dataset)
+    loader = torch.utils.data.DataLoader(data, num_workers=2, collate_fn=lambda pair: pair[0])
+    numbers = [number for _, number in loader]
+    assert numbers[0] == number, "the first process begins with the same random numbers"
+    assert numbers[1] != number
 
 
 def test_an_iterator_that_is_made_early_draws_its_order_when_it_is_read(beginning, tmp_path):
