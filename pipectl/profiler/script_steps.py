@@ -14,6 +14,7 @@ import torch
 from pipectl.capture import CapturedJob
 from pipectl.capture.job import SMALLEST_EXPORT
 from pipectl.errors import CaptureError
+from pipectl.faults import user_line
 from pipectl.profiler.effort import measured_sizes
 from pipectl.profiler.processes import begin_apart, start_processes
 from pipectl.profiler.trial import try_job
@@ -110,3 +111,6 @@ def _compare(
             sending.send(compare_steps(command, own_schedule=own_schedule))
         except CaptureError as error:
             sending.send(error)
+        except Exception as error:  # of the script's code, which is called to compare it
+            words = f"{type(error).__name__}: {error}{user_line(error.__traceback__)}"
+            sending.send(Compared(0, words))

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import contextmanager
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,17 @@ def test_init_compares_steps_in_another_process(annealed, tmp_path):
     with pytest.raises(CaptureError, match=r"annealed.py:\d+: mul reads 0.01 in step 2") as caught:
         take_script(path, [], tmp_path)
     assert "a loss of its own" in caught.value.hint
+
+
+def test_what_the_process_that_compares_raises_is_said(monkeypatch):
+    def fail(*_, **__):
+        raise KeyError("counter")
+
+    monkeypatch.setattr(script_steps, "compare_steps", fail)
+    monkeypatch.setattr(script_steps, "begin_apart", lambda: None)
+    receiving, sending = Pipe(duplex=False)
+    script_steps._compare(Command("no.py"), False, None, sending)
+    assert "were compared with the script: KeyError: 'counter'" in receiving.recv().sentence
 
 
 def test_profiles_compare_steps_unless_the_loss_is_the_jobs_own(annealed, tmp_path, monkeypatch):
