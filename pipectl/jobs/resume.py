@@ -45,7 +45,6 @@ from pipectl.runs import (
 )
 from pipectl.runs.code import Code, is_changed, loaded_of, new_copies, read_snapshot
 from pipectl.runs.kept_code import read_code
-from pipectl.runtime.manifest import Manifest
 from pipectl.spec import SpecFile, load, profile_key
 from pipectl.spec.code import using
 from pipectl.spec.settings import differences
@@ -202,6 +201,8 @@ def _check_micro_batches(run: RunDirectory, job: Job) -> None:
     plans = (*job.plans.values(), *([] if job.plan is None else [job.plan]))
     if checkpoint is None or not plans:
         return
+    from pipectl.runtime.manifest import Manifest
+
     with suppress(DataFileError):  # the ranks take an earlier one if it is damaged
         size, batch = Manifest.load(checkpoint).micro_batch_size, job.spec.training.batch_size
         if all(plan.micro_batch_size == size for plan in plans):
