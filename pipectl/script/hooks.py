@@ -13,7 +13,8 @@
 - ``Optimizer.__init__``, ``LRScheduler.__init__``: which ones there are.
 - ``zero_grad`` of optimizers and modules: that there is one.
 - ``torch.compile``: changes nothing, since stages are compiled by ``training.compile``.
-- ``torch.set_num_threads``: does nothing; ``torch.set_default_device``: no accelerator.
+- ``torch.set_num_threads``, ``torch.set_num_interop_threads`` (possible once in a process): do
+  nothing; ``torch.set_default_device``: no accelerator.
 - ``torch.cuda.is_available`` and its like: no accelerator, because pipectl places the model itself.
 - variables of libraries: no tracking service is told, no window is opened.
 - ``init_process_group``, ``DistributedDataParallel``, ``torch.multiprocessing.spawn``: refused.
@@ -337,6 +338,7 @@ def _replacements(seen: Seen) -> Iterator[tuple[Any, str, Any]]:
     yield GradScaler, "step", lambda *call, **k: call[1].step(*call[2:], **k)
     yield GradScaler, "update", lambda *_, **__: None
     yield torch, "set_num_threads", lambda _: None
+    yield torch, "set_num_interop_threads", lambda _: None
     yield torch, "set_default_device", _set_default_device(torch.set_default_device)
     yield torch, "compile", lambda model=None, **_: _uncompiled(seen, model)
     if torch.distributed.is_available():

@@ -530,6 +530,14 @@ def test_variables_that_a_script_sets_are_there_when_samples_are_read(
     assert [*map(os.environ.get, names)] == before
 
 
+def test_a_script_that_sets_threads_runs_in_a_process_that_has_computed(beginning, tmp_path):
+    """A process may set those between operators once, and before it computes."""
+    before = torch.get_num_threads()
+    text = "torch.set_num_threads(7)\nfor _ in range(2): torch.set_num_interop_threads(1)\n"
+    Parts.of(written(tmp_path, beginning, text + "for x, y in loader:\n    {step}"))
+    assert torch.get_num_threads() == before
+
+
 def test_a_script_that_ends_writes_nothing_and_leaves_no_handlers(beginning, tmp_path):
     before = signal.getsignal(signal.SIGUSR1)
     text = (
