@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -238,6 +238,27 @@ def function_of(node: Node) -> type[torch.autograd.Function] | None:
 def function_behind(operator: CustomOpDef) -> Callable[..., Any]:
     """Return the function in Python that ``torch.library.custom_op`` made an operator."""
     return operator._init_fn
+
+
+def functions_since(results: Iterable[Tensor], count: int) -> list[Node]:
+    """Return the nodes behind results that belong to functions in Python.
+
+    Args:
+        count: of the nodes that were there before them, which are left out.
+    """
+    found: list[Node] = []
+    waiting = [result.grad_fn for result in results if result.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if number_of(node) < count:
+            continue
+        if function_of(node) is not None:
+            found.append(node)
+        behind = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= behind
+        waiting += behind
+    return found
 
 
 def is_in_backward() -> bool:
@@ -550,6 +571,27 @@ def choose_kernels(choices: Mapping[str, Any]) -> None:
     """
     for name, value in choices.items():
         _KERNELS[name][1](list(value) if isinstance(value, tuple) else value)
+
+
+@contextmanager
+def unused_checkpoints() -> Iterator[None]:
+    """Let ``torch.utils.checkpoint`` call what it gets, and recompute nothing in the backward.
+
+    With ``use_reentrant=True`` it would begin a backward of its own for every call, in which
+    gradients of parameters arrive that nobody has asked for, and several times.
+    """
+
+    def call(function: Callable[..., Any], _preserves: bool, *args: Any) -> Any:
+        return function(*args)
+
+    def keep_nothing(*_: Any, **__: Any) -> Iterator[None]:
+        yield
+
+    with (
+        mock.patch.object(checkpoint.CheckpointFunction, "apply", staticmethod(call)),
+        mock.patch.object(checkpoint, "_checkpoint_without_reentrant_generator", keep_nothing),
+    ):
+        yield
 
 
 def keep_unread(operator: HigherOrderOperator) -> None:

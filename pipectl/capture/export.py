@@ -36,7 +36,7 @@ from pipectl.capture.leaves import (
 from pipectl.capture.model_with_loss import ModelWithLoss, own_name
 from pipectl.capture.opaque import Opaque
 from pipectl.capture.patches import Recorder, patched_export
-from pipectl.capture.python_state import Entry, watch_changes
+from pipectl.capture.python_state import MANY_STEPS, Entry, watch_changes
 from pipectl.capture.refusals import (
     Refusal,
     RefusedError,
@@ -53,8 +53,6 @@ _SAMPLES, _POSITIONS = 0, 1
 """Dimensions of a batch that an export may leave free: the second one of padded fields only."""
 _MAX_ITEMS = 8
 """Of a batch that are tried one by one."""
-_MANY_STEPS = 2520
-"""After which a count is a multiple of all up to ten, but no loop over it is too long to trace."""
 
 
 def export_model(
@@ -201,7 +199,7 @@ def _refuse_carried(
     place, changed_again = rerun(changes)
     begin = changes
     if place is None:  # a maximum stays where it is; a schedule may wait for many steps
-        later = {name: changes[name].after(_MANY_STEPS) for name in changes.keys() & changed_again}
+        later = {name: changes[name].after(MANY_STEPS) for name in changes.keys() & changed_again}
         numbers = {name: entry for name in changes if (entry := later.get(name)) is not None}
         place, _ = rerun(numbers) if numbers else (None, {})
         begin = numbers

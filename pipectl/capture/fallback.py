@@ -9,7 +9,7 @@ a submodule. During the export, each call is recorded as one operator.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -23,7 +23,13 @@ from torch import Tensor, nn
 from pipectl.capture.draws import watched_entropy, watched_seeds
 from pipectl.capture.factories import is_torch_code
 from pipectl.capture.graph import CapturedGraph
-from pipectl.capture.model_with_loss import ModelWithLoss, States, in_model, own_name
+from pipectl.capture.model_with_loss import (
+    ModelWithLoss,
+    States,
+    in_model,
+    own_name,
+    register_dataclasses,
+)
 from pipectl.capture.opaque import (
     Arguments,
     Opaque,
@@ -35,12 +41,20 @@ from pipectl.capture.opaque import (
 )
 from pipectl.capture.patches import Mask, Recorder
 from pipectl.capture.python_state import (
+    Entry,
     extra_states,
     own_generators,
     preserve_state,
+    put,
     refuse_extra_states,
 )
-from pipectl.capture.randomness import SHARED_GENERATORS, seed_everything, states_of
+from pipectl.capture.randomness import (
+    SHARED_GENERATORS,
+    generator_state,
+    seed_everything,
+    set_state,
+    states_of,
+)
 from pipectl.capture.refusals import (
     AS_IT_IS,
     Keep,
@@ -50,10 +64,19 @@ from pipectl.capture.refusals import (
     explain,
     place_of,
 )
-from pipectl.capture.tensors import fill_sample, is_deferred, is_same, tensors_in
+from pipectl.capture.side_effects import Call, SideEffects, refused_changes
+from pipectl.capture.tensors import fill_sample, is_deferred, is_same, storage_of, tensors_in
 from pipectl.errors import CaptureError
 from pipectl.faults import is_user_code
-from pipectl.torch_api import buffers_of, detect_fake_mode, pytree, untouched_by_modes, version_of
+from pipectl.torch_api import (
+    buffers_of,
+    count_nodes,
+    detect_fake_mode,
+    functions_since,
+    pytree,
+    untouched_by_modes,
+    version_of,
+)
 from pipectl.units import did_you_mean
 
 _SAMPLES = ((0, 2), (2, 5), (5, 9), (0, 4))
@@ -150,6 +173,7 @@ class Fallback:
     def _observe(self, size: int, example: Callable[[int], Any]) -> KeptModules:
         """Return the submodules that are kept so far, with the results of their calls."""
         kept = [KeptModule(path, self._modules[path]) for path in self._paths()]
+        effects = SideEffects(self._wrapper, self._named)
         if not kept:
             return KeptModules(unrolls=self._unrolls)
         failure: Exception | None = None
@@ -160,7 +184,7 @@ class Fallback:
                 for rows in ([(0, size)] if fixed else _SAMPLES)
             }
             try:
-                _observe_calls(self._wrapper, kept, batches, self._make)
+                _observe_calls(self._wrapper, kept, effects, batches, self._make)
                 return KeptModules(kept, fixed, self._unrolls)
             except CaptureError:
                 raise
@@ -235,39 +259,74 @@ class KeptModule:
 
     Attributes:
         outlines: of the results of its calls in a forward, in order.
+        constants: Python state that every call sets to the same.
     """
 
     def __init__(self, path: str, module: nn.Module) -> None:
         self.path, self.module = path, module
         self.outlines: Sequence[Outline] = ()
+        self.constants: Collection[Entry] = ()
         self._states = States(module, path)
         write_buffers_once(module)
 
     @contextmanager
-    def observed(self, make: Make, calls: list[Outline]) -> Iterator[None]:
+    def observed(self, make: Make, calls: list[Outline], effects: SideEffects) -> Iterator[None]:
         """Store the outline of the result of every call, which is like that on a stage."""
         states, count = self._states, len(self._states.names)
         generators = [*SHARED_GENERATORS, *own_generators(self.module)]
+        hidden: dict[int, tuple[Tensor, Tensor]] = {}  # buffers, each with what stands for it
+
+        def take_back() -> None:
+            now = states.now()
+            states.assign({i: own for i, (own, other) in hidden.items() if now[i] is other})
+            hidden.clear()
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            take_back()
             with self._as_refusal():
                 arguments = Arguments(args, kwargs)
                 inputs = [*states.now(), *arguments.tensors]
                 tensors = [*map(make, inputs[:count]), *map(_sample, inputs[count:])]
+                copies = _copies(tensors[count:])
                 versions = [version_of(tensor) for tensor in tensors]
-                random, noticed = states_of(generators), list[Any]()
-                args, kwargs = arguments.filled(tensors[count:])
+                random, noticed = [*map(generator_state, generators)], list[Any]()
+                drawn = states_of(generators)
                 note = partial(noticed.append, None)
-                with mask.take_off(), watched_seeds(note), watched_entropy(note):
-                    result, buffers, written = states.call_module(tensors[:count], args, kwargs)
+
+                nodes = count_nodes()
+
+                def run(given: Sequence[Tensor]) -> tuple[Any, ...]:
+                    args, kwargs = arguments.filled(given)
+                    called = states.call_module(tensors[:count], args, kwargs)
+                    arguments.check(args, kwargs, given)
+                    return called
+
+                def again() -> tuple[Any, ...]:
+                    for generator, state in zip(generators, random, strict=True):
+                        set_state(generator, state)
+                    return run([*map(_sample, _copies(copies))])
+
+                once = Call(self.path, partial(run, tensors[count:]), again)
+                parameters = {states.names[i]: tensors[i] for i in states.parameters}
+                with (
+                    mask.take_off(),
+                    watched_seeds(note),
+                    watched_entropy(note),
+                    refused_changes(self.path, parameters),
+                ):
+                    result, buffers, written, trained = effects.watched(once)
                 written |= {i for i, t in enumerate(tensors) if version_of(t) != versions[i]}
-                draws = bool(noticed) or states_of(generators) != random
+                draws = bool(noticed) or states_of(generators) != drawn
                 outline = Outline.of_call(result, tensors, written, draws)
                 changed = (i for i, new in buffers.items() if not is_same(new, tensors[i]))
-                calls.append(replace(outline, changed=frozenset(changed)))
+                functions = bool(functions_since(tensors_in(register_dataclasses(result)), nodes))
+                calls.append(replace(outline, changed=frozenset(changed), functions=functions))
             mode = detect_fake_mode(inputs)
             if mode is None:
-                states.assign(buffers)
+                for index in trained:
+                    other = effects.stand_in(self.path, states.names[index], buffers[index])
+                    hidden[index] = buffers[index], other
+                states.assign({**buffers, **{i: other for i, (_, other) in hidden.items()}})
                 return result
 
             def hollow(tensor: Tensor) -> Tensor:
@@ -278,7 +337,10 @@ class KeptModule:
 
         mask = Mask(self.module, call)
         with mask.put_on():
-            yield
+            try:
+                yield
+            finally:
+                take_back()
 
     def combine(self, batches: Sequence[int], runs: Sequence[Sequence[Outline]]) -> None:
         """Combine the calls of several forwards, each with another batch size.
@@ -328,6 +390,8 @@ class KeptModule:
             recorded = recorder.record(operator, given, {}, blanks)
             results = iter(recorded if isinstance(recorded, tuple) else [recorded])
             result = outline.result(results)
+            for entry in self.constants:
+                put(entry, entry.value)
             for index, value in zip(changed, results, strict=True):
                 if index in written:
                     tensors[index].copy_(value)
@@ -356,36 +420,55 @@ class KeptModule:
 def _observe_calls(
     wrapper: ModelWithLoss,
     kept: Sequence[KeptModule],
+    effects: SideEffects,
     batches: Mapping[tuple[int, int], Any],
     make: Make,
 ) -> None:
-    """Find the outlines of the results of all calls of some submodules.
+    """Find the outlines of the results of all calls of some submodules, and what else they do.
 
-    The model runs once for every batch, in its current mode; afterwards it is as before.
+    The model runs in its current mode once for every batch, and before on the first one if there
+    are several: what is set in every forward alike has its value then. Afterwards it is as before.
 
     Args:
+        effects: watches the calls.
         batches: (inputs, targets) by their first and last sample.
 
     Raises:
-        RefusedError: a result has no outline.
+        RefusedError: a result has no outline, or a call does more than an operator can.
     """
-    runs = []
-    for seed, batch in enumerate(batches.values()):  # another seed may give something else
-        calls: list[list[Outline]] = [[] for _ in kept]
-        buffers = [each for each in wrapper.buffers() if not is_deferred(each)]
-        with ExitStack() as stack:
-            stack.enter_context(torch.set_grad_enabled(wrapper.training))
-            stack.enter_context(preserve_state(wrapper, buffers))
-            for module, own in zip(kept, calls, strict=True):
-                stack.enter_context(module.observed(make, own))
-            before = extra_states(wrapper)
-            seed_everything(seed)
-            wrapper(*pytree.tree_map_only(Tensor, Tensor.clone, batch))
-            refuse_extra_states(wrapper, before)
-        runs.append(calls)
+    runs: list[list[list[Outline]]] = []
+    buffers = [each for each in wrapper.buffers() if not is_deferred(each)]
+    several = len(batches) > 1
+    with torch.set_grad_enabled(wrapper.training), preserve_state(wrapper, buffers):
+        for seed, batch in enumerate([*[*batches.values()][:several], *batches.values()]):
+            calls: list[list[Outline]] = [[] for _ in kept]
+            with ExitStack() as stack:
+                for module, own in zip(kept, calls, strict=True):
+                    stack.enter_context(module.observed(make, own, effects))
+                stack.enter_context(effects.forward(first=several and not seed))
+                before = extra_states(wrapper)
+                seed_everything(seed)  # another seed may give something else
+                wrapper(*pytree.tree_map_only(Tensor, Tensor.clone, batch))
+                refuse_extra_states(wrapper, before)
+            runs.append(calls)
     sizes = [stop - start for start, stop in batches]
-    for module, each in zip(kept, zip(*runs, strict=True), strict=True):
+    for module, each in zip(kept, zip(*runs[several:], strict=True), strict=True):
         module.combine(sizes, each)
+        module.constants = effects.constants.get(module.path, {}).values()
+
+
+def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies of tensors which lie in memory as these do, to each other too."""
+    storages = {storage_of(tensor): tensor.untyped_storage() for tensor in tensors}
+    memories = {n: storage.clone() for n, storage in storages.items()}  # type: ignore[no-untyped-call]
+
+    def copy(tensor: Tensor) -> Tensor:
+        memory = memories[storage_of(tensor)]
+        place = tensor.storage_offset(), tensor.shape, tensor.stride()
+        made = torch.empty(0, dtype=tensor.dtype).set_(memory, *place)
+        return made.requires_grad_(tensor.requires_grad)
+
+    return [*map(copy, tensors)]
 
 
 def _sample(tensor: Tensor) -> Tensor:

@@ -7,12 +7,13 @@ model (``blocks.0.weight``).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.graph import Node
 
 from pipectl.errors import CaptureError
 from pipectl.torch_api import (
@@ -21,6 +22,7 @@ from pipectl.torch_api import (
     get_proxy_slot,
     parameters_of,
     pytree,
+    unused_checkpoints,
     version_of,
 )
 
@@ -108,7 +110,7 @@ class ModelWithLoss(nn.Module):
             check_loss(loss, outputs if self.loss is None else None)
         # An export drops what is assigned, outside the outermost module, but keeps writes.
         for index, value in assigned.items():
-            _trace_write(tensors[index], value)
+            _trace_write(tensors[index], value.detach())
         return (loss, make_exportable(outputs)) if self.with_outputs else loss
 
 
@@ -131,7 +133,7 @@ class States:
 
     Attributes:
         names: in the user's model.
-        buffers: indices of the buffers.
+        parameters, buffers: indices of each.
         statistics: indices of the running statistics of torch's norms.
     """
 
@@ -152,6 +154,7 @@ class States:
                         self._places.append([])
                         self._are_parameters.append(entries is parameters_of(owner))
                     self._places[index].append((entries, name))
+        self.parameters = [i for i, trained in enumerate(self._are_parameters) if trained]
         self.buffers = [i for i, trained in enumerate(self._are_parameters) if not trained]
         of_norms = {id(buffers_of(m)) for m in module.modules() if type(m) in NORMS}
         self.statistics = [i for i in self.buffers if id(self._places[i][0][0]) in of_norms]
@@ -183,28 +186,51 @@ class States:
                     if now is not tensor or tensor.shape != shapes[index]:
                         self._check_change(index, tensor.dtype, shapes[index], now)
                         if now is not None:
-                            assigned[index] = now.detach()
+                            assigned[index] = now
         finally:
             self.assign(dict(enumerate(before)))
 
     def call_module(
         self, tensors: Sequence[Tensor], args: Any, kwargs: Any
-    ) -> tuple[Any, dict[int, Tensor], frozenset[int]]:
+    ) -> tuple[Any, dict[int, Tensor], frozenset[int], frozenset[int]]:
         """Call the module with other tensors; it gets copies of buffers.
 
+        What is recomputed is planned (``pipeline.recompute``), so it recomputes nothing by itself.
+
         Returns:
-            Its result; new values of its buffers by index; and which of these it has written in
-            place, not assigned, so that all who hold the buffer see it.
+            Its result; new values of its buffers by index, without gradients; which of these it has
+            written in place, not assigned, so that all who hold the buffer see it; and which have a
+            gradient in the module.
         """
         pairs = zip(tensors, self._are_parameters, strict=True)
         lent = [t if is_parameter else t.detach().clone() for t, is_parameter in pairs]
-        with self.replaced(lent) as assigned:
+        with unused_checkpoints(), self.replaced(lent) as assigned:
             result = self._module(*args, **kwargs)
-        values = {index: lent[index] for index in self.buffers}
-        written = frozenset(i for i in values.keys() - assigned.keys() if version_of(values[i]))
+        own = {index: lent[index] for index in self.buffers}
+        written = frozenset(i for i in own.keys() - assigned.keys() if version_of(own[i]))
+        trained = frozenset(i for i, b in {**own, **assigned}.items() if b.requires_grad)
+        values = {index: buffer.detach() for index, buffer in own.items()}
         for index, value in assigned.items():
-            values[index] = torch.empty_like(lent[index]).copy_(value)
-        return result, values, written
+            values[index] = torch.empty_like(values[index]).copy_(value.detach())
+        return result, values, written, trained
+
+    def lend_to_backwards(self, nodes: Iterable[Node], tensors: Sequence[Tensor]) -> None:
+        """Put the tensors of a call into the module while some of its nodes run their backward.
+
+        Functions of the user may run the module again there.
+        """
+        before: list[list[Tensor]] = []
+
+        def enter(*_: object) -> None:
+            before.append(self.now())
+            self.assign(dict(enumerate(tensors)))
+
+        def leave(*_: object) -> None:
+            self.assign(dict(enumerate(before.pop())))
+
+        for node in nodes:
+            node.register_prehook(enter)
+            node.register_hook(leave)
 
     def _check_change(
         self, index: int, dtype: torch.dtype, shape: torch.Size, now: Tensor | None

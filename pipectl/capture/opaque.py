@@ -12,8 +12,8 @@ sizes, each a linear function of the batch size.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -21,7 +21,6 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointFunction
 
 from pipectl.capture.draws import seeded_draws
 from pipectl.capture.leaves import is_choice
@@ -29,7 +28,7 @@ from pipectl.capture.model_with_loss import States, own_name, register_dataclass
 from pipectl.capture.python_state import own_generators
 from pipectl.capture.refusals import Refusal, RefusedError
 from pipectl.capture.tensors import is_deferred, storage_of, storages_in, tensors_in
-from pipectl.torch_api import buffers_of, is_in_backward, pytree
+from pipectl.torch_api import buffers_of, count_nodes, functions_since, is_in_backward, pytree
 
 _SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
@@ -79,6 +78,25 @@ class Arguments:
         """The structure of the arguments, and the types of those that stay the same."""
         names = [type(leaf).__name__ for leaf in self._leaves]
         return f"{self._structure}{names}"
+
+    def check(self, args: Any, kwargs: Any, values: Sequence[Any]) -> None:
+        """Raise if a call has put something into what it was called with.
+
+        Args:
+            args, kwargs: those that were filled with ``values`` for the call.
+
+        Raises:
+            UnsuitableError: nothing outside of the call would see it.
+        """
+        known = {id(each) for each in (*values, *self._leaves)}
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            inside = getattr(leaf, "__dict__", {})
+            is_filled = not isinstance(leaf, Tensor) and tensors_in(list(inside.values()))
+            if is_filled or id(leaf) not in known:
+                raise UnsuitableError(
+                    "puts values into a list, mapping or object that it is called with, where "
+                    "nothing outside of it sees them (return them instead)"
+                )
 
     def filled(self, values: Sequence[Any]) -> Any:
         """Return the (args, kwargs) with other tensors, followed by other sizes."""
@@ -154,12 +172,14 @@ class Outline:
         written: indices of the tensor arguments whose memory a call wrote.
         draws: whether a call drew random numbers.
         changed: indices of the buffers that a call changed.
+        functions: whether its backward runs functions of the user, which may run modules again.
     """
 
     tree: Any
     written: frozenset[int]
     draws: bool
     changed: frozenset[int] = frozenset()
+    functions: bool = False
 
     @classmethod
     def of_call(
@@ -204,7 +224,8 @@ class Outline:
         tree = _combine(batches, [call.tree for call in calls])
         written = frozenset[int]().union(*(call.written for call in calls))
         changed = frozenset[int]().union(*(call.changed for call in calls))
-        return cls(tree, written, any(call.draws for call in calls), changed)
+        functions = any(call.functions for call in calls)
+        return cls(tree, written, any(call.draws for call in calls), changed, functions)
 
     @cached_property
     def forms(self) -> tuple[Form, ...]:
@@ -279,29 +300,6 @@ def _common(batches: Sequence[int], leaves: Sequence[Any]) -> Any:
         layout.append((factor, rest))
     wants_gradient = any(other.requires_grad for other in leaves)
     return replace(leaves[0], layout=tuple(layout), requires_grad=wants_gradient)
-
-
-@contextmanager
-def _plain_checkpoints() -> Iterator[None]:
-    """Let ``checkpoint(..., use_reentrant=True)`` call its function, as in a capture.
-
-    Its backward would begin a backward of its own for every call, in which gradients of parameters
-    arrive that nobody has asked for, and several times. Recomputation is planned.
-    """
-
-    def apply(body: Callable[..., Any], _: bool, *given: Any) -> Any:
-        return body(*given)
-
-    function: Any = CheckpointFunction
-    before = vars(function).get("apply")
-    function.apply = apply
-    try:
-        yield
-    finally:
-        if before is None:
-            del function.apply
-        else:
-            function.apply = before
 
 
 class Opaque:
@@ -393,7 +391,7 @@ class Opaque:
         Raises:
             CaptureError: the result has other sizes than when it was captured.
         """
-        values, count = list(arguments), len(self._states.names)
+        values = list(arguments)
         if any(isinstance(value, Tensor) and is_deferred(value) for value in values):
             torch.autograd.graph.increment_version([values[i] for i in self._written])
             blanks = self.outline.blanks(samples, values)
@@ -411,16 +409,26 @@ class Opaque:
         for module, training in self.modes:
             if module.training is not training:
                 module.training = training
-        args, kwargs = self._arguments.filled(values[count:])
-        draws = seeded_draws(self._generators) if self.outline.draws else nullcontext()
-        with draws, _plain_checkpoints():
-            result, buffers, _ = self._states.call_module(values[:count], args, kwargs)
+        result, buffers = self._call(values, differentiable=anchor is not None)
         results = self._checked(result, samples, tensors_in([values, buffers]))
         if anchor is not None:
             left = leave(anchor, [results[index] for index in self._unshared])
             for index, tensor in zip(self._unshared, left, strict=True):
                 results[index] = tensor
         return one_or_tuple([*results, *(buffers[index] for index in self._changed)])
+
+    def _call(
+        self, values: Sequence[Any], *, differentiable: bool
+    ) -> tuple[Any, dict[int, Tensor]]:
+        """Call the module; return its result, and new values of buffers by index."""
+        count, nodes = len(self._states.names), count_nodes()
+        args, kwargs = self._arguments.filled(values[count:])
+        with seeded_draws(self._generators) if self.outline.draws else nullcontext():
+            result, buffers, *_ = self._states.call_module(values[:count], args, kwargs)
+        if differentiable and self.outline.functions:
+            functions = functions_since(tensors_in(result), nodes)
+            self._states.lend_to_backwards(functions, values[:count])
+        return result, buffers
 
     def _checked(self, result: Any, samples: int, known: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors of a result, in the layouts that were captured.

@@ -35,13 +35,13 @@ from pipectl.capture.randomness import (
     generator_state,
     set_state,
 )
-from pipectl.capture.refusals import Refusal
+from pipectl.capture.refusals import Refusal, RefusedError
 from pipectl.capture.tensors import tensors_in
 from pipectl.torch_api import get_proxy_mode, get_proxy_slot, make_subclass, pytree, version_of
 
 _PLAIN = (str, bytes, int, float, complex, type(None), type, FunctionType, ModuleType, nn.Parameter)
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
-_CONTAINERS = (*_MAPPINGS, list, deque, set)
+CONTAINERS = (*_MAPPINGS, list, deque, set)
 _VALUES = (int, float, complex, np.number, np.bool_, str)
 _MAX_ARRAY_BYTES = 2**24
 """Of an array that is compared; a larger one is a table, or data."""
@@ -49,6 +49,8 @@ _SHARED = frozenset({*sys.stdlib_module_names, "torch"})
 """Packages whose objects other code may use at the same time, such as loggers and locks."""
 _CONVERSIONS = {"to", "_to_copy", "type_as", "contiguous", "clone", "detach", "alias"}
 """Operators that leave values as they are."""
+MANY_STEPS = 2520
+"""After which a count is a multiple of all up to ten, but no loop over it is too long to trace."""
 _ABSENT = object()
 _OF_TORCH = re.compile(r"\._(buffers|parameters|modules|\w*hooks\w*)\b|(^|\.)training$")
 """In the names of attributes that every module of torch has."""
@@ -131,12 +133,12 @@ def _content(value: Any) -> Any:
 @contextmanager
 def preserve_state(model: nn.Module, tensors: Iterable[Tensor]) -> Iterator[None]:
     """Restore the tensors, the Python state of the modules, and the generators afterwards."""
-    own = [item.value for item in _items(model)]
+    own = [item.value for item in items_of(model)]
     holders = outer_holders(model)
     generators = [each.value for each in holders if isinstance(each.value, GENERATORS)]
     values = [*SHARED_GENERATORS, *own, *generators, *filter(_is_restorable, tensors)]
-    restores = [_restore_of(value) for value in values]
-    outer = _entries(holders)
+    restores = [restore_of(value) for value in values]
+    outer = entries_of(holders)
     try:
         yield
     finally:
@@ -146,7 +148,7 @@ def preserve_state(model: nn.Module, tensors: Iterable[Tensor]) -> Iterator[None
                 restore()
 
 
-def _entries(holders: Iterable[Holder]) -> dict[str, Entry]:
+def entries_of(holders: Iterable[Holder]) -> dict[str, Entry]:
     """Return all entries by name, such as ``blocks.3.calls`` or ``meter.counts['steps']``.
 
     An object has the attributes of its class, too, until it gets its own.
@@ -182,12 +184,13 @@ def _restore_outer(model: nn.Module, before: Mapping[str, Entry]) -> None:
     for each in holders:
         if isinstance(each.value, CachedFunction):
             clear_traced(each.value)
-    for name, entry in reversed(_entries(holders).items()):
+    for name, entry in reversed(entries_of(holders).items()):
         value, holder, key = entry[:3]
         old = before.get(name)
         if entry.is_as(old):
             continue
-        if entry.plain is not None or any(True for _ in tensors_in(value)):
+        is_data = entry.plain is not None or isinstance(value, _StandIn)
+        if is_data or any(True for _ in tensors_in(value)):
             with suppress(AttributeError, TypeError, KeyError, IndexError):  # it is not to be set
                 if old is None:
                     del holder[key]
@@ -204,14 +207,14 @@ def own_generators(root: nn.Module) -> list[Any]:
 
     ``random.SystemRandom`` has neither a seed nor a state and is left out.
     """
-    every = [each.value for each in (*_items(root), *outer_holders(root))]
+    every = [each.value for each in (*items_of(root), *outer_holders(root))]
     found = {id(each): each for each in every if isinstance(each, GENERATORS)}
     for shared in SHARED_GENERATORS:
         found.pop(id(shared), None)
     return [each for each in found.values() if not isinstance(each, random.SystemRandom)]
 
 
-def _items(model: nn.Module) -> Iterator[Holder]:
+def items_of(model: nn.Module) -> Iterator[Holder]:
     """Yield everything in a model that may change, once: containers, generators, arrays, and the
     attributes of objects.
     """
@@ -223,7 +226,7 @@ def _items(model: nn.Module) -> Iterator[Holder]:
         if id(value) in visited:
             continue
         visited.add(id(value))
-        if type(value) in _CONTAINERS:
+        if type(value) in CONTAINERS:
             yield item
             inner: Iterable[Any] = value.items() if isinstance(value, dict) else enumerate(value)
             waiting += [
@@ -254,7 +257,7 @@ def plain_tensors(model: nn.Module) -> dict[str, Tensor]:
     buffers, by name.
     """
     found: dict[str, Tensor] = {}
-    for value, name, _ in _items(model):
+    for value, name, _ in items_of(model):
         if isinstance(value, Tensor):
             found[name.lstrip(".")] = value.detach()
         elif isinstance(value, np.ndarray):
@@ -272,7 +275,7 @@ def _is_restorable(tensor: Tensor) -> bool:
     return not (overlaps or tensor.is_quantized or tensor.is_inference())
 
 
-def _restore_of(value: Any) -> Callable[[], None]:
+def restore_of(value: Any) -> Callable[[], None]:
     """Return a function that restores the present content of an object, if it has changed."""
     if isinstance(value, Tensor):
         return partial(_restore_tensor, value, value.detach().clone())
@@ -283,7 +286,7 @@ def _restore_of(value: Any) -> Callable[[], None]:
             if value.flags.writeable:
                 value[...] = array
 
-    elif type(value) in _CONTAINERS:
+    elif type(value) in CONTAINERS:
         # No copy of a set: that may have another order.
         content = dict(value) if isinstance(value, dict) else list(value)
 
@@ -310,23 +313,70 @@ def _identities(container: Any) -> list[int]:
     return [number for key, value in pairs for number in (hash(key), id(value))]
 
 
-class _Carried(Tensor):
-    """Stands in a step for a tensor that the step before has kept: any use of it is refused."""
+Refuse = Callable[[], RefusedError]
 
-    kept_as: str
+
+class _TensorStandIn(Tensor):
+    """Stands for a tensor: any use of it is refused."""
+
+    refuse: Refuse
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
         first = next(leaf for leaf in leaves if isinstance(leaf, cls))
-        raise Refusal.CARRIED.error(name=vars(first)["kept_as"])
+        raise vars(first)["refuse"]()
+
+
+class _StandIn:
+    """Stands for anything else: who computes with tensors by it, or decides, is refused.
+
+    Numbers may be added to it, as those do that only count.
+    """
+
+    def __init__(self, refuse: Refuse) -> None:
+        self._refuse = refuse
+
+    def _read(self, *_: object) -> Any:
+        raise self._refuse()
+
+    def _count(self, other: object = None) -> Any:
+        return self._read() if isinstance(other, Tensor) else self
+
+    __bool__ = __len__ = __iter__ = __getitem__ = __contains__ = __call__ = _read
+    __float__ = __int__ = __index__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _read
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _count
+    __rtruediv__ = __floordiv__ = __mod__ = __pow__ = __rpow__ = __neg__ = __abs__ = _count
+    __hash__ = object.__hash__
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._read()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves = pytree.tree_leaves((args, kwargs))
+        next(leaf for leaf in leaves if type(leaf) is cls)._read()
+
+
+def stand_in(value: Any, refuse: Refuse) -> Any:
+    """Return what stands for a value: who uses it gets an error. Tensors in tuples are replaced."""
+    tensor = make_subclass(_TensorStandIn, torch.empty(0))
+    tensor.refuse = refuse
+    replaced = pytree.tree_map_only(Tensor, lambda _: tensor, value)
+    return replaced if tensors_in(replaced) else _StandIn(refuse)
+
+
+def is_tensor(value: Any) -> bool:
+    """Return whether a value is a tensor, and no stand-in for one."""
+    return isinstance(value, Tensor) and not isinstance(value, _TensorStandIn)
 
 
 def _carried(name: str, value: Any) -> Any:
     """Return the value of an entry at the beginning of a step, with stand-ins for tensors."""
-    stand_in = make_subclass(_Carried, torch.empty(0))
-    stand_in.kept_as = name
-    return pytree.tree_map_only(Tensor, lambda _: stand_in, value)
+    refuse = partial(Refusal.CARRIED.error, name=name)
+    return stand_in(value, refuse) if tensors_in(value) else value
 
 
 @contextmanager
@@ -359,7 +409,7 @@ def watch_changes(wrapper: nn.Module, begin: Mapping[str, Entry]) -> Iterator[di
         return _follows(entry.value, batch, before[name].value if name in before else None)
 
     with preserve_state(wrapper, ()):
-        outer = _entries(outer_holders(wrapper)).keys()
+        outer = entries_of(outer_holders(wrapper)).keys()
         for name, entry in begin.items():
             _begin_with(entry, None if name in outer else own_name(name))
         for entry in sorted((e for e in begin.values() if e.value is _ABSENT), key=_place)[::-1]:
@@ -418,13 +468,19 @@ def _begin_with(entry: Entry, name: str | None) -> None:
     Args:
         name: for messages; None outside of a model.
     """
-    value, holder, key = entry[:3]
+    value = entry.value
     if value is _ABSENT:
         return
     if isinstance(value, np.ndarray):
         value = value if entry.content is None else entry.content.copy()
     else:
         value = _other(value) if name is None else _carried(name, value)
+    put(entry, value)
+
+
+def put(entry: Entry, value: Any) -> None:
+    """Put a value where an entry is."""
+    _, holder, key, *_ = entry
     if not isinstance(holder, list | deque) or key < len(holder):
         holder[key] = value
     elif key == len(holder):
@@ -436,7 +492,13 @@ def _place(entry: Entry) -> int:
 
 
 def _every_entry(wrapper: nn.Module) -> dict[str, Entry]:
-    return _entries(_items(wrapper)) | _entries(outer_holders(wrapper))
+    """Return all entries of a model, and those outside of it that its code can reach, by name."""
+    return entries_of(items_of(wrapper)) | entries_of(outer_holders(wrapper))
+
+
+def is_of_torch(name: str) -> bool:
+    """Return whether an entry is of what every module of torch has: parameters, hooks, its mode."""
+    return _OF_TORCH.search(name) is not None
 
 
 def state_values(wrapper: nn.Module) -> dict[str, object]:
@@ -447,11 +509,11 @@ def state_values(wrapper: nn.Module) -> dict[str, object]:
     values: dict[str, object] = {}
     for name, entry in _every_entry(wrapper).items():
         value = entry.value
-        if _OF_TORCH.search(name):
+        if is_of_torch(name):
             continue
         is_number = isinstance(value, int | float | str | None)
-        size = version_of(value) if isinstance(value, Tensor) else 0
-        if type(value) in _CONTAINERS:
+        size = version_of(value) if is_tensor(value) else 0
+        if type(value) in CONTAINERS:
             size = len(value)
         if isinstance(value, np.ndarray) and entry.content is not None:
             size = hash(entry.content.tobytes())

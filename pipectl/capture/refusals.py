@@ -166,6 +166,24 @@ class Refusal(Enum):
         _BUFFER + ", or name the submodule that keeps it under model.opaque",
         Keep.NOTHING,
     )
+    KEPT = (  # unless the user has named it: see CARRIED
+        "model: {name}, which runs as one operator, keeps {entry!r} from one step to the next"
+        "{place}, which no checkpoint holds and a recomputed forward would change twice",
+        _BUFFER + ", or name the submodule under model.opaque",
+        Keep.NOTHING,
+    )
+    LEFT = (
+        "model: {name}, which runs as one operator, sets {entry!r}, and it is read outside of it"
+        "{place}, where the results of an operator arrive, and nothing else",
+        "return it from the submodule, and compute with what was returned; or name a part of the "
+        "model that has both under model.opaque",
+    )
+    SET_OUTSIDE = (
+        "model: {name}, which runs as one operator, reads {entry!r}{place}, which is set outside "
+        "of it: an operator gets its arguments, and nothing else",
+        "pass it to the submodule as an argument, or name a part of the model that has both under "
+        "model.opaque",
+    )
     TEXT = (  # no operator either: it would get the texts of one batch, too
         "model: computes with the texts of a batch (or an Enum){place}, and a graph would hold "
         "those of one",

@@ -415,13 +415,14 @@ class Engine:
         index, is_last, joined = form.stage, form.is_last, self._slicing.joined
         stage, deliver = self.stages[index], self._bind_delivery(channels, form)
         has_loss = index == self.cut.loss_stage
+        arms = is_last and stage.adds_once  # else a gradient may grow after its hook is called
 
         def backward(run: StepRun, micro_batch: MicroBatch) -> None:
             number = micro_batch.number
             if has_loss:
                 run.compare_readings(number)
             gradients = joined(run.inbox.pop((True, index, number), ()))
-            if is_last:
+            if arms:
                 self.reductions[index].arm()
             results = stage.backward(micro_batch, gradients, run.weights[number], run.scale)
             deliver(run, micro_batch, results)

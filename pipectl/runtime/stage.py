@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from pipectl.capture import Cut, Slot
 from pipectl.capture.casts import Casting
 from pipectl.capture.graph import CapturedGraph, State
+from pipectl.capture.opaque import Opaque
 from pipectl.capture.slices import Span
 from pipectl.capture.stage import StageCode
 from pipectl.capture.tensors import is_equal
@@ -118,6 +119,19 @@ class Stage:
     def draws(self, training: bool, span: Span) -> bool:
         """Whether it draws random numbers, so that its micro-batches need a seed."""
         return any(bound.draws for bound in self._codes((training, span)))
+
+    @property
+    def adds_once(self) -> bool:
+        """Whether a backward adds to the gradient of each leaf once: not where functions of the
+        user run backwards of their own.
+        """
+        of_training = (cut for (trains, _), cut in self.cuts.items() if trains)
+        return not any(
+            isinstance(node.target, Opaque) and node.target.outline.functions
+            for cut in of_training
+            for node in cut.graph.operators
+            if cut.stage_of[node.name] == self.index
+        )
 
     def inputs(self, training: bool, span: Span) -> tuple[str, ...]:
         """Names of the batch tensors this stage reads."""

@@ -530,6 +530,256 @@ def test_a_loss_that_is_kept_whole_is_so_for_its_own_line(make_job, write_module
     assert f": {code}): it reads the values" in job.kept["loss"]
 
 
+# What an operator does besides giving its result
+
+BESIDE = """
+class Kept(nn.Linear):
+    def __init__(self, own=0):
+        super().__init__(6, 6)
+        self.own = {first}
+    def forward(self, x, *given):
+        y = super().forward(x)
+        {code}
+        return y * 2 if y.sum() > 0 else y
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.kept, self.also, self.head = Kept(), Kept(), nn.Linear(6, 3)
+        self.seen = {{}}
+        self.kept.register_forward_hook(lambda _, given, y: self.seen.update(y=y))
+    def forward(self, x):
+        self.calls, extra = [], 0.0
+        {forward}
+        return self.head(y) + extra
+"""
+BOTH = "y = self.also(self.kept(x))"
+OWN = "self.own = y.square().mean()"
+
+
+@pytest.mark.parametrize(
+    ("first", "code", "forward", "says", "line"),
+    [
+        ("0.0", OWN, f"{BOTH}; extra = 2 * self.kept.own", "sets 'kept.own'", "self.kept.own"),
+        ("None", OWN, f"{BOTH}; extra = self.kept.own or 0", "sets 'kept.own'", "self.kept.own"),
+        (
+            "nn.Buffer(torch.zeros(()))",
+            OWN,
+            f"{BOTH}; extra = 2 * self.kept.own",
+            "sets 'kept.own'",
+            "self.kept.own",
+        ),
+        (
+            "1.0",
+            "self.own = float(y.abs().mean())",
+            f"{BOTH}; y = y / self.kept.own",
+            "sets 'kept.own'",
+            "self.kept.own",
+        ),
+        (
+            "0",
+            "self.own += 1",
+            f"{BOTH}; y = y / self.kept.own",
+            "sets 'kept.own'",
+            "self.kept.own",
+        ),
+        (
+            "None",
+            "COUNTS['y'] = y.mean()",
+            f"{BOTH}; extra = COUNTS.get('y', 0) * 2",
+            "sets \"modules.py:COUNTS['y']\"",
+            "extra = COUNTS",
+        ),
+        ("None", "pass", f"{BOTH}; extra = self.seen['y'].mean()", "sets \"seen['y']\"", "extra ="),
+        (
+            "None",
+            "QUEUE.append(y.mean()); y = y + (sum(QUEUE) if len(QUEUE) > 1 else 0)",
+            BOTH,
+            "'modules.py:QUEUE[0]'",
+            "QUEUE.append",
+        ),
+        (
+            "None",
+            "given[0].append(y.mean())",
+            "y = self.kept(x, self.calls); extra = sum(self.calls)",
+            "puts values into a list",
+            "",
+        ),
+        (
+            "None",
+            "given[0]['y'] = y.mean()",
+            "given = {'y': x.mean()}; y = self.kept(x, given); extra = given['y']",
+            "puts values into a list",
+            "",
+        ),
+        (
+            "None",
+            "y = y if self.own is None else y * self.own",
+            "self.kept.own = x.mean(); y = self.kept(x)",
+            "reads 'kept.own'",
+            "y * self.own",
+        ),
+        (
+            "1.0",
+            "y = y * self.own",
+            "self.kept.own = 2.0; y = self.kept(x)",
+            "reads 'kept.own'",
+            "y = y * self.own",
+        ),
+    ],
+)
+@pytest.mark.parametrize("opaque", [[], ["kept", "also"]], ids=["unasked", "named"])
+def test_what_passes_an_operator_outside_of_arguments_and_results_is_refused(
+    make_job, write_modules, first, code, forward, says, line, opaque
+) -> None:
+    path = write_modules({}, BESIDE.format(first=first, code=code, forward=forward))
+    with pytest.raises(CaptureError) as caught:
+        make_job(f"{path}:Model", opaque=opaque).training_graph(4)
+    assert says in caught.value.message
+    assert line in caught.value.message.partition("(at ")[2].partition(")), ")[0]
+    assert "under model.opaque" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("first", "code", "forward"),
+    [
+        ("0", "self.own += 1; COUNTS['a'] += 1", f"{BOTH}; COUNTS['a'] += 1"),
+        ("None", OWN, f"{BOTH}; self.calls.append(self.kept.own)"),
+        ("[]", "self.own.append(y.mean().detach())", BOTH),
+        (
+            "None",
+            "self.own = torch.arange(6.0) if self.own is None else self.own; y = y + self.own",
+            f"{BOTH}; extra = self.kept.own[:3]",
+        ),
+        ("1.0", "self.own = 2.0", f"{BOTH}; y = y * self.kept.own"),
+        (
+            "None",
+            "STATE.table = STATE.table if hasattr(STATE, 'table') else torch.ones(6)\n"
+            "        y = y * STATE.table",
+            BOTH,
+        ),
+        ("None", "y = y * given[0]['scale']", "y = self.kept(x, {'scale': 2.0})"),
+    ],
+)
+def test_what_an_operator_sets_alike_in_every_call_or_nobody_reads_is_no_matter(
+    make_job, write_modules, first, code, forward
+) -> None:
+    path = write_modules({}, BESIDE.format(first=first, code=code, forward=forward))
+    trial = Trial(make_job(f"{path}:Model"))
+    assert operators(trial.graph)[0] == "kept"
+    assert trial.plain_differences() == {}
+    assert trial.differences(trial.cut(1), recompute=True) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "code"),
+    [
+        ("1.0", "self.own = max(0.1, self.own * 0.8); y = y / self.own"),
+        ("0", "self.own += 1; y = y * 2 if self.own > 1000 else y"),
+        (
+            "None",
+            "m = y.detach().mean(0); self.own = m if self.own is None else 0.9 * self.own + m\n"
+            "        y = y - self.own",
+        ),
+        ("[]", "self.own.append(y.detach().mean()); y = y + sum(self.own)"),
+        ("torch.zeros(6)", "self.own.add_(y.detach().mean(0)); y = y + self.own"),
+        ("np.zeros(1)", "self.own += 1; y = y * float(self.own[0])"),
+        ("None", "Meter.calls += 1; y = y * Meter.calls"),
+    ],
+)
+def test_an_operator_keeps_state_only_if_the_user_has_named_it(
+    make_job, write_modules, first, code
+) -> None:
+    """No checkpoint would hold it, and a recomputed forward would change it twice."""
+    path = write_modules({}, BESIDE.format(first=first, code=code, forward="y = self.kept(x)"))
+    with pytest.raises(CaptureError, match=r"keeps .* from one step to the next") as caught:
+        make_job(f"{path}:Model").training_graph(4)
+    assert "register_buffer(), or name the submodule" in str(caught.value.hint)
+    assert operators(make_job(f"{path}:Model", opaque=["kept"]).training_graph(4)) == ["kept"]
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("self.weight.data.mul_(0.9)", "writes the parameter 'kept.weight' in its forward"),
+        ("self.bias.requires_grad_(False)", "changes requires_grad of a parameter of kept"),
+        ("self.weight.register_hook(lambda g: 2 * g)", "puts a hook on the gradient"),
+        ("super().forward(x.detach()).sum().backward()", "its forward calls backward() of kept"),
+    ],
+)
+def test_what_a_forward_may_not_do_to_parameters_an_operator_may_neither(
+    make_job, write_modules, code, says
+) -> None:
+    path = write_modules({}, BESIDE.format(first="0", code=code, forward="y = self.kept(x)"))
+    with pytest.raises(CaptureError) as caught:
+        make_job(f"{path}:Model", opaque=["kept"]).training_graph(4)
+    assert says in caught.value.message
+
+
+AGAIN = """
+from torch.utils.checkpoint import checkpoint
+
+class Again(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, module):
+        ctx.module = module
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return module(x)
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.module(x)
+        torch.autograd.backward(y, gradient)
+        return x.grad, None
+
+class Kept(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.calls = nn.Sequential(nn.Linear(6, 6), nn.Tanh()), []
+        self.inner.register_forward_hook(lambda *_: self.calls.append(1))
+    def forward(self, x):
+        return {code}
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.kept, self.head = nn.Linear(6, 6), Kept(), nn.Linear(6, 3)
+    def forward(self, x):
+        return self.head(self.kept(self.kept(self.first(x))))
+"""
+CHECKPOINT = "checkpoint(self.inner, x, use_reentrant={})"
+
+
+@pytest.mark.parametrize(
+    ("code", "runs"),
+    [
+        ("Again.apply(Again.apply(x, self.inner), self.inner)", 4),
+        (CHECKPOINT.format(True), 1),
+        (CHECKPOINT.format(False), 1),
+    ],
+)
+def test_a_backward_that_runs_modules_again_finds_the_weights_of_its_stage(
+    make_job, write_modules, code: str, runs: int
+) -> None:
+    """What torch would recompute it keeps, as everywhere in a stage."""
+    path = write_modules({}, AGAIN.format(code=code))
+    trial = Trial(make_job(f"{path}:Model", opaque=["kept"]))
+    assert max(trial.plain_differences().values(), default=0.0) < 1e-6
+    assert trial.differences(trial.cut(1), recompute=True) == []
+    kept = trial.job.model.kept
+    kept.calls.clear()
+    x, weights = torch.randn(4, 6, requires_grad=True), [*kept.parameters()]
+    given = [each.detach().requires_grad_() for each in weights]
+    result = opaque_of(trial.graph)(4, *given, x)
+    (gradient,) = torch.autograd.grad(result.sum(), [x])
+    assert len(kept.calls) == runs
+    assert gradient.abs().sum() > 0
+    assert [each.grad for each in weights] == [None, None]
+    assert [*kept.parameters()] == weights
+
+
 def test_a_part_of_a_result_that_changes_its_structure_may_not_be_read(make_job) -> None:
     job = make_job("Speech")
     operator = opaque_of(job.training_graph(4))

@@ -336,6 +336,45 @@ class Checkpointed(Model):
         return super().forward(self.part(x))
 
 
+class Again(torch.autograd.Function):
+    """Keeps nothing of a module: its backward runs it once more, and a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
+        ctx.module = module
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return module(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.module(x)
+        torch.autograd.backward(y, gradient)
+        return x.grad, None
+
+
+class Reversible(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Again.apply(Again.apply(x, self.inner), self.inner)
+
+
+class Reversed(Model):
+    """Calls one such part twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Reversible()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.part(self.part(self.layers(x)))).view(-1, 3, 4)
+
+
 class Hidden(torch.autograd.Function):
     """The square, whose backward reads a tensor that is no saved one."""
 

@@ -85,6 +85,7 @@ TRAININGS: dict[str, tuple[int, dict[str, Any], float]] = {
     "checkpointed as one operator, backwards apart": (2, KEPT_APART, 0.0),
     "tensors in attributes, backwards apart": (2, HIDING_APART, 0.0),
     "reentrant": (2, of("Checkpointed", opaque=["part"], kwargs={"reentrant": True}), 0.0),
+    "backwards that run a part again": (2, {**of("Reversed"), "pipeline": COPIES}, 1e-6),
     "more than tensors in a state dict": (2, of("Described"), 0.0),
     "a smaller last micro-batch": (2, UNEQUAL, 0.0),
     "noise in the model's order": (1, {**of("Backwards"), "optimizer": NOISY}, 0.0),
