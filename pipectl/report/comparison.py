@@ -570,9 +570,12 @@ def load_step(run: RunDirectory, step: int | None = None) -> RecordedStep:
 
 def _last_comparable(run: RunDirectory, steps: Sequence[int]) -> int:
     for step in reversed(steps[-_MAX_READ:]):
-        with suppress(DataFileError):
-            if Timeline.load(run.measured_of(step)).differs is None:
-                return step
+        try:
+            differs = Timeline.load(run.measured_of(step)).differs
+        except DataFileError:
+            return step  # which says what is wrong with it
+        if differs is None:
+            return step
     return steps[-1]
 
 
