@@ -506,14 +506,20 @@ def refuse_unsaved(states: Mapping[str, Tensor]) -> None:
         CaptureError: naming it.
     """
     for name, tensor in states.items():
-        if not is_lazy(tensor) and tensor.dtype not in CODES:
-            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-            other = "another type"
+        if is_lazy(tensor):
+            continue
+        what = other = ""
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            what = "is nested" if tensor.is_nested else f"has the layout {tensor.layout}"
+            other = "a dense tensor"
+        elif tensor.dtype not in CODES:
+            what, other = f"has the type {tensor.dtype}", "another type"
             if tensor.dtype.is_complex:
                 other = "torch.complex64, or its real and imaginary part (torch.view_as_real)"
+        if what:
+            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             raise CaptureError(
-                f"model: {kind} {own_name(name)} has the type {tensor.dtype}, which a checkpoint "
-                "cannot hold",
+                f"model: {kind} {own_name(name)} {what}, which a checkpoint cannot hold",
                 hint=f"keep it as {other}",
             )
 

@@ -569,13 +569,21 @@ def test_any_byte_in_common_counts(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "cure"),
-    [(torch.complex128, "torch.complex64, or"), (torch.float8_e4m3fnuz, "another type")],
+    ("table", "what", "cure"),
+    [
+        (
+            torch.zeros(2, dtype=torch.complex128),
+            "the type torch.complex128",
+            "torch.complex64, or",
+        ),
+        (torch.zeros(2, dtype=torch.float8_e4m3fnuz), "the type torch.float8_e4m3fnuz", "another"),
+        (torch.eye(2).to_sparse(), "the layout torch.sparse_coo", "dense"),
+    ],
 )
-def test_what_no_checkpoint_can_hold_is_refused_before_it_is_trained(dtype, cure) -> None:
+def test_what_no_checkpoint_can_hold_is_refused_before_it_is_trained(table, what, cure) -> None:
     refuse_unsaved({f"model.{i}": torch.zeros(2, dtype=each) for i, each in enumerate(SAVED)})
-    with pytest.raises(CaptureError, match=f"buffer dft.table has the type {dtype}, which") as said:
-        refuse_unsaved({"model.dft.table": torch.zeros(2, dtype=dtype)})
+    with pytest.raises(CaptureError, match=f"buffer dft.table has {what}, which") as said:
+        refuse_unsaved({"model.dft.table": table})
     assert cure in said.value.hint
 
 
