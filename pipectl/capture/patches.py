@@ -7,6 +7,7 @@ is in ``accelerator_autocast.py``, and the hooks that stay on submodules are in 
 
 from __future__ import annotations
 
+import inspect
 import io
 import logging
 import re
@@ -17,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from functools import cache, partial
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 from unittest import mock
@@ -465,9 +467,8 @@ def _recorded_functions(recorder: Recorder) -> Iterator[None]:
         bound = untouched.__get__(None, function)
         if get_proxy_mode() is None:
             return bound(*args, **kwargs)
-        return recorder.record(
-            FunctionCall(function), args, kwargs, partial(bound, *args, **kwargs)
-        )
+        call = partial(_call_without_counts, function, partial(bound, *args, **kwargs))
+        return recorder.record(FunctionCall(function), args, kwargs, call)
 
     def refuse_backward(*_: Any, **__: Any) -> None:
         raise Refusal.GRADIENTS.error()
@@ -478,6 +479,34 @@ def _recorded_functions(recorder: Recorder) -> Iterator[None]:
         refused_gradients(refuse_backward),
     ):
         yield
+
+
+def _call_without_counts(function: type[torch.autograd.Function], call: Callable[[], Any]) -> Any:
+    """Call an autograd function, and refuse it if every call changes a number that it can reach.
+
+    Each rank would count its own calls; and a forward that is recomputed counts twice.
+    """
+    before = _numbers_of(function)
+    result = call()
+    if (once := _numbers_of(function)) != before:
+        call()  # what is set at the first call alone is no matter
+        twice = _numbers_of(function)
+        name = next((n for n, number in twice.items() if number != once.get(n)), None)
+        if name is not None:
+            raise Refusal.CARRIED.error(name=name)
+    return result
+
+
+def _numbers_of(function: type[torch.autograd.Function]) -> dict[str, float]:
+    """Return the numbers in the class of an autograd function of the user, and in its file."""
+    forward: Any = inspect.unwrap(function.forward)
+    name = forward.__code__.co_filename if hasattr(forward, "__code__") else "<"
+    if not is_user_code(name):
+        return {}
+    pairs = [(f"{Path(name).name}:{n}", value) for n, value in forward.__globals__.items()]
+    for owner in function.__mro__[: function.__mro__.index(torch.autograd.Function)]:
+        pairs += [(f"{owner.__qualname__}.{n}", value) for n, value in vars(owner).items()]
+    return {n: value for n, value in pairs if isinstance(value, int | float)}
 
 
 @contextmanager

@@ -449,6 +449,46 @@ def test_gradients_of_what_enters_an_operator_are_dense(sparse: bool) -> None:
     assert torch.equal(value.grad, torch.tensor([[0.0, 2.0, 0.0, 0.0]]).expand(3, 4))
 
 
+SCALED = """
+class Scaled(torch.autograd.Function):
+    calls, seen = 1, False
+    @staticmethod
+    def forward(ctx, x):
+        {code}
+        return x * Scaled.calls
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * Scaled.calls
+
+class Scaling(nn.Linear):
+    def forward(self, x):
+        return super().forward(Scaled.apply(x))
+
+def scaling():
+    return Scaling(6, 3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [
+        ("Scaled.calls += 1", "Scaled.calls"),
+        ("global STEPS; STEPS += 1; x = x * STEPS", "modules.py:STEPS"),
+        ("Scaled.seen = True", None),
+    ],
+)
+def test_an_autograd_function_that_counts_its_calls_is_refused(
+    make_job, write_modules, code: str, name: str | None
+) -> None:
+    job = make_job(f"{write_modules({}, SCALED.format(code=code))}:scaling")
+    if name is None:
+        assert job.training_graph(4).operators
+        return
+    with pytest.raises(CaptureError, match=f"keeps '{name}' from one step to the next") as caught:
+        job.training_graph(4)
+    assert "Scaled.apply(x)" in caught.value.message or code in caught.value.message
+
+
 @pytest.mark.parametrize(
     ("way", "line"), [("length", "len(each)"), ("table", "self.table[each]"), ("branch", "2 * x")]
 )
@@ -638,6 +678,17 @@ def test_what_passes_an_operator_outside_of_arguments_and_results_is_refused(
     assert says in caught.value.message
     assert line in caught.value.message.partition("(at ")[2].partition(")), ")[0]
     assert "under model.opaque" in str(caught.value.hint)
+
+
+def test_the_part_that_sets_a_value_and_the_one_that_reads_it_are_kept_together(
+    make_job, write_modules
+) -> None:
+    code = BESIDE.format(first="0.0", code=OWN, forward=f"{BOTH}; extra = 2 * self.kept.own")
+    path = write_modules({}, f"{code}\ndef inner():\n    return [nn.Linear(6, 6), Model()]\n")
+    trial = Trial(make_job(f"{path}:inner"))
+    assert operators(trial.graph) == ["1"]
+    assert trial.plain_differences() == {}
+    assert trial.differences(trial.cut(1), recompute=True) == []
 
 
 @pytest.mark.parametrize(
