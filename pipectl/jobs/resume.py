@@ -197,8 +197,6 @@ def _check_steps(run: RunDirectory, spec: JobSpec) -> None:
 
 def _check_micro_batches(run: RunDirectory, job: Job) -> None:
     """Refuse a plan with which the ranks would refuse the checkpoint."""
-    from pipectl.runtime.manifest import Manifest
-
     checkpoint = last_checkpoint(run)
     plans = (*job.plans.values(), *([] if job.plan is None else [job.plan]))
     if checkpoint is None or not plans:
