@@ -17,13 +17,11 @@ from torch.utils.data import IterableDataset
 from pipectl.errors import CaptureError
 from pipectl.script.halves import Kind, kind_of_loss, refusal_of_half
 from pipectl.script.later import Compared
-from pipectl.script.limits import limit_of, rounds_of_while
 from pipectl.script.loops import (
     batches_in,
     freezes,
     hand_set,
     is_over_data,
-    jumps,
     loops_around,
 )
 from pipectl.script.optimizers import follows_evaluations
@@ -31,7 +29,7 @@ from pipectl.script.order import SharedGenerators, described
 from pipectl.script.parts import Modules, Parts
 from pipectl.script.program import Place, name_of
 from pipectl.script.recorder import at
-from pipectl.script.steps import loops_of_job, steps_of
+from pipectl.script.steps import loops_of_job, steps_of, unread_jumps
 from pipectl.script.trainings import later_trainings
 from pipectl.spec.types import SCRIPT
 
@@ -388,17 +386,13 @@ def _batches(parts: Parts, compared: Compared) -> Iterator[Finding]:
 def _jumps(parts: Parts) -> Iterator[Finding]:
     """What ends loops of the script early, and not the job; and a loop that begins anew."""
     frames, data = parts.seen.frames, parts.loading.places
-    counted = [rounds_of_while(x) for x in loops_around(frames) if isinstance(x.node, ast.While)]
-    ends = [each[1] for each in counted if each is not None]
-    for file, line, statement, over_data in jumps(frames, data):
-        if limit_of(frames, line, parts.accumulation) is not None or line in ends:
-            continue
+    for loop, line, statement, over_data in unread_jumps(parts):
         words = f"`{statement}` ends a loop early, and not the job: set training.steps, or "
         words += "evaluation.early_stopping"
         if over_data:
             words = f"`{statement}` in the loop over the data: the job trains on every batch of an "
             words += "epoch; leave samples out by the dataset, and set training.steps"
-        yield Finding("batches" if over_data else "steps", words, (file, line))
+        yield Finding("batches" if over_data else "steps", words, (loop.file, line))
     for loop in loops_around(frames):
         place = loop.file, loop.node.lineno
         batches = batches_in(loop, data, parts.batches) if is_over_data(loop, data) else None

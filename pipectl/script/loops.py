@@ -11,6 +11,7 @@ import ast
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
@@ -71,6 +72,17 @@ def trains_itself(frames: Iterable[Frame]) -> bool:
     """Whether a trainer of transformers or Lightning makes the steps."""
     frames = list(frames)
     return any(_trainer(frames, name) is not None for name in ("transformers.trainer", "lightning"))
+
+
+def leaves_out(frames: Iterable[Frame], batches: int | None) -> int | None:
+    """Return how many batches of an epoch Lightning reads, where it leaves out others
+    (``limit_train_batches``, ``overfit_batches``); None where it does not.
+
+    Args:
+        batches: of an epoch of the loader.
+    """
+    read = getattr(_trainer(list(frames), "lightning"), "num_training_batches", None)
+    return int(read) if read is not None and batches is not None and read < batches else None
 
 
 def steps_of_trainer(frames: Iterable[Frame], per_epoch: int | None) -> int | None:
@@ -172,6 +184,20 @@ def loops_at(place: Place) -> list[Loop]:
     return list(_around(*place, (ast.For, ast.While)))
 
 
+def function_at(place: Place) -> ast.AST:
+    """The innermost function that holds a line; all statements of the file outside of any."""
+    file, line = place
+    return max(
+        (
+            node
+            for node in ast.walk(tree_of(file))
+            if isinstance(node, ast.FunctionDef) and node.lineno <= line <= (node.end_lineno or 0)
+        ),
+        key=lambda node: node.lineno,
+        default=tree_of(file),
+    )
+
+
 def _around(file: str, line: int, kinds: tuple[type[ast.AST], ...]) -> Iterator[Any]:
     """Yield the statements of the innermost function that hold a line, innermost first."""
     tree = tree_of(file)
@@ -190,8 +216,13 @@ def _around(file: str, line: int, kinds: tuple[type[ast.AST], ...]) -> Iterator[
 def tree_of(file: str) -> ast.Module:
     """The statements of a file; none if it cannot be read."""
     with suppress(OSError, SyntaxError, ValueError):
-        return ast.parse(read_source(Path(file)))
+        return _parsed(read_source(Path(file)))
     return ast.Module([], [])
+
+
+@lru_cache(64)
+def _parsed(source: bytes) -> ast.Module:
+    return ast.parse(source)
 
 
 def loop_of_library(frames: Iterable[Frame]) -> Place | None:
@@ -229,6 +260,9 @@ def batches_in(loop: Around, data: list[Place], batches: int | None) -> float | 
     found = rounds_of(loop.node.iter, loop.names)
     if found is not None:
         return found
+    calls = (each for each in ast.walk(loop.node.iter) if isinstance(each, ast.Call))
+    if any(ast.unparse(each.func).endswith(("islice", "zip", "takewhile")) for each in calls):
+        return None
     # A generator of the user's reads them: whatever else it does is not known.
     for place in data:
         if _begins(loop, place):
@@ -264,8 +298,10 @@ def _passes_on(place: Place) -> bool:
     return False
 
 
-def jumps(frames: Iterable[Frame], data: Collection[Place]) -> Iterator[tuple[str, int, str, bool]]:
-    """Yield file, line and statement of what ends a loop around the step, or a round of it, early:
+def jumps(
+    frames: Iterable[Frame], data: Collection[Place]
+) -> Iterator[tuple[Around, int, str, bool]]:
+    """Yield loop, line and statement of what ends a loop around the step, or a round of it, early:
     ``break``, ``continue``, or a ``return`` of the function; and whether that loop is over the
     data. A ``continue`` of other loops is left out.
     """
@@ -274,7 +310,7 @@ def jumps(frames: Iterable[Frame], data: Collection[Place]) -> Iterator[tuple[st
         kinds = (ast.Break, ast.Return, *([ast.Continue] if over_data else []))
         for node in statements_in(loop.node.body):
             if isinstance(node, kinds):
-                yield loop.file, node.lineno, type(node).__name__.lower(), over_data
+                yield loop, node.lineno, type(node).__name__.lower(), over_data
 
 
 def statements_in(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:

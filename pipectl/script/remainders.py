@@ -73,7 +73,7 @@ def _stepped_after(loop: Around) -> Iterator[ast.expr]:
         if isinstance(node, ast.Call) and node.lineno > end:
             function = node.func
             if isinstance(function, ast.Attribute) and function.attr == "step":
-                yield function.value
+                yield from (function.value, *node.args)  # scaler.step(optimizer)
 
 
 def _is_true_at_last(loop: Around, frames: list[Frame], batches: int) -> bool | None:

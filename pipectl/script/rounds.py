@@ -63,12 +63,16 @@ def index_of_first(loop: ast.For, names: Mapping[str, Any]) -> int | None:
     if isinstance(node, ast.Call) and isinstance(target, ast.Tuple):
         target = target.elts[1] if len(target.elts) > 1 else target
     inner = (each.target for each in ast.walk(loop) if isinstance(each, ast.For))
-    if sum(ast.unparse(target) in ast.unparse(each) for each in inner) > 1:
+    if sum(bool(_names_in(target) & _names_in(each)) for each in inner) > 1:
         return None  # another loop has set the variable since
     value = value_of(target, names)
     if passed is not None and isinstance(value, int) and value in passed:
         return passed.index(value)
     return None
+
+
+def _names_in(target: ast.expr) -> set[str]:
+    return {each.id for each in ast.walk(target) if isinstance(each, ast.Name)}
 
 
 def phases_of(node: ast.expr, names: Mapping[str, Any]) -> list[Any]:
@@ -123,6 +127,8 @@ def _rounds_of_call(call: ast.Call, names: Mapping[str, Any]) -> float | None:
 
 
 def _islice(call: ast.Call, names: Mapping[str, Any]) -> float | None:
+    if len(call.args) < _WITH_START or any(isinstance(x, ast.Starred) for x in call.args):
+        return None
     whole = rounds_of(call.args[0], names)
     bounds = call.args[1:]
     start = number(bounds[0], names) if len(bounds) >= _WITH_START else 0
@@ -136,12 +142,9 @@ def _islice(call: ast.Call, names: Mapping[str, Any]) -> float | None:
     return stop if math.isinf(stop) else max(math.ceil((stop - start) / step), 0)
 
 
-def _zip(call: ast.Call, names: Mapping[str, Any]) -> float | None:
-    return min((n for n in _each(call, names) if n is not None), default=None)
-
-
 def _repeat(call: ast.Call, names: Mapping[str, Any]) -> float | None:
-    return number(call.args[1], names) if len(call.args) > 1 else math.inf
+    times = [*call.args[1:], *(key.value for key in call.keywords)]
+    return number(times[0], names) if times else math.inf
 
 
 def _all(combined: Callable[[list[float]], float]) -> Callable[..., float | None]:
@@ -158,7 +161,7 @@ def _each(call: ast.Call, names: Mapping[str, Any]) -> list[float | None]:
 
 _RULES: dict[str, Callable[[ast.Call, Mapping[str, Any]], float | None]] = {
     "islice": _islice,
-    "zip": _zip,
+    "zip": _all(lambda rounds: min(rounds, default=0)),
     "repeat": _repeat,
     "chain": _all(math.fsum),
     "product": _all(math.prod),

@@ -31,9 +31,21 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.GtE: operator.ge,
     ast.Is: operator.is_,
     ast.IsNot: operator.is_not,
-    ast.In: lambda x, y: x in y,
-    ast.NotIn: lambda x, y: x not in y,
+    ast.In: lambda x, y: x in _plain(y),
+    ast.NotIn: lambda x, y: x not in _plain(y),
 }
+_CONTAINERS: tuple[type[Any], ...] = (
+    str,
+    bytes,
+    list,
+    tuple,
+    dict,
+    set,
+    frozenset,
+    range,
+    type({}.keys()),
+    type({}.values()),
+)
 _CALLED: tuple[Any, ...] = (
     int, float, bool, str, round, abs, min, max, divmod, len, range, vars, getattr, os.getenv,
 )  # fmt: skip
@@ -43,6 +55,13 @@ _OF_MAPPINGS = {"get", "keys", "values", "items"}
 
 class UnknownError(Exception):
     """An expression has no value, or one that only the user's code can compute."""
+
+
+def _plain(held: Any) -> Any:
+    """A container of Python: to go through another one may end nowhere, or use it up."""
+    if type(held) not in _CONTAINERS:
+        raise UnknownError
+    return held
 
 
 def evaluated(node: ast.expr, names: Mapping[str, Any]) -> Any:
@@ -101,7 +120,10 @@ def _comparison(node: Any, _: Any, value: Callable[[ast.expr], Any]) -> Any:
 
 def _result(node: Any, names: Mapping[str, Any], value: Callable[[ast.expr], Any]) -> Any:
     keywords = {key.arg: value(key.value) for key in node.keywords if key.arg}
-    return _function(node.func, names)(*map(value, node.args), **keywords)
+    function, given = _function(node.func, names), [value(each) for each in node.args]
+    if function in (min, max) and len(given) == 1:
+        _plain(given[0])
+    return function(*given, **keywords)
 
 
 _RULES: dict[type[ast.expr], Callable[[Any, Any, Any], Any]] = {
@@ -148,8 +170,9 @@ def value_of(node: ast.expr, names: Mapping[str, Any]) -> Any:
     if isinstance(node, ast.Name):
         return names.get(node.id)
     if isinstance(node, ast.Attribute):
-        return getattr(value_of(node.value, names), node.attr, None)
+        with suppress(Exception):  # of the user's code
+            return getattr(value_of(node.value, names), node.attr, None)
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        with suppress(TypeError, LookupError):
+        with suppress(Exception):
             return value_of(node.value, names)[node.slice.value]
     return None

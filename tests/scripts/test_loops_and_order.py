@@ -1,13 +1,15 @@
 """How many steps a script makes, in which order it reads samples, and what init says of losses."""
 
+import ast
 import json
 import os
 import signal
 import sys
-from itertools import islice
+from itertools import count, islice
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pipectl.capture import CapturedJob
 from pipectl.capture.build import training_loader
@@ -17,6 +19,7 @@ from pipectl.script import Command, Parts, order
 from pipectl.script.halves import Kind, kind_of_loss
 from pipectl.script.later import compare_steps
 from pipectl.script.steps import steps_of
+from pipectl.script.values import UnknownError, evaluated, value_of
 from pipectl.spec import load
 
 ROWS = (
@@ -32,17 +35,17 @@ ENDS = {
         "for epoch in range(9):\n    for i, (x, y) in enumerate(loader):\n"
         "        criterion(model(x), y).backward()\n        if (i + 1) % 2 == 0:\n"
         "            optimizer.step(); optimizer.zero_grad()\n"
-        "        number += 1\n        if number == 6: break",
+        "        number += 1\n        if number == 6: break\n    if number == 6: break",
         3,
     ),
     "counts steps of two batches": (
         "for epoch in range(9):\n    for i, (x, y) in enumerate(loader):\n"
         "        criterion(model(x), y).backward()\n        if (i + 1) % 2 == 0:\n"
         "            optimizer.step()\n            optimizer.zero_grad()\n            number += 1\n"
-        "            if number == 6: break",
+        "            if number == 6: break\n    if number == 6: break",
         6,
     ),
-    "while": ("while number < 7:\n    for x, y in loader:\n        {step}\n        number += 1", 7),
+    "while": ("while number < 7:\n    for x, y in loader:\n        {step}\n        number += 1", 8),
     "asks for None, and counts in an object": (
         "args = type('Args', (), dict(number=0, steps=5))\nfor epoch in range(9):\n"
         "    for x, y in loader:\n        {step}\n        args.number += 1\n"
@@ -57,7 +60,7 @@ ENDS = {
     ),
     "while it is no more": (
         "while number <= 6:\n    for x, y in loader:\n        {step}\n        number += 1",
-        7,
+        8,
     ),
     "folds": (
         "for fold in range(3):\n"
@@ -137,15 +140,56 @@ ENDS = {
         "    for x, y in loader:\n        {step}\nfor fold in range(3): fit(fold)",
         4,
     ),
-    "counts before the step": (
-        "for epoch in range(2):\n    for x, y in loader:\n        number += 1\n        {step}\n"
+    "ends the inner loop alone": (
+        "for epoch in range(4):\n    for x, y in loader:\n        {step}\n        number += 1\n"
         "        if number >= 6: break",
         8,
     ),
-    "counts in other places, too": (
-        "for epoch in range(2):\n    for x, y in loader:\n        {step}\n        number += 1\n"
-        "        if number >= 6: break\n    number += 1",
+    "ends the inner loop once": (
+        "for epoch in range(4):\n    for x, y in loader:\n        {step}\n        number += 1\n"
+        "        if number == 6: break",
+        14,
+    ),
+    "counts from one": (
+        "number = 1\nfor epoch in range(9):\n    for x, y in loader:\n        {step}\n"
+        "        number += 1\n        if number > 6: break\n    if number > 6: break",
+        6,
+    ),
+    "asks before the step": (
+        "for epoch in range(9):\n    for x, y in loader:\n        if number >= 6: break\n"
+        "        {step}\n        number += 1",
+        6,
+    ),
+    "asks before an epoch": (
+        "for epoch in range(9):\n    if number >= 6: break\n    for x, y in loader:\n"
+        "        {step}\n        number += 1",
         8,
+    ),
+    "returns": (
+        "state = type('State', (), dict(number=0))\ndef epoch_of():\n"
+        "    for x, y in loader:\n        {step}\n        state.number += 1\n"
+        "        if state.number >= 6: return\nfor epoch in range(4): epoch_of()",
+        8,
+    ),
+    "counts where gradients are whole": (
+        "accelerator = type('Accelerator', (), dict(sync_gradients=True))\n"
+        "for epoch in range(2):\n    for x, y in loader:\n        with torch.enable_grad():\n"
+        "            {step}\n        if accelerator.sync_gradients:\n            number += 1\n"
+        "        if number >= 3: break",
+        4,
+    ),
+    "settings that end nothing": (
+        "import argparse\nargs = argparse.Namespace(steps=-1, dry_run=False)\n"
+        "for epoch in range(2):\n    for x, y in loader:\n        {step}\n        number += 1\n"
+        "        if args.dry_run: break\n"
+        "        if args.steps > 0 and number >= args.steps: break",
+        8,
+    ),
+    "a setting that ends": (
+        "import argparse\nargs = argparse.Namespace(steps=6)\n"
+        "for epoch in range(2):\n    for x, y in loader:\n        {step}\n        number += 1\n"
+        "        if args.steps > 0 and number >= args.steps: break",
+        6,
     ),
     "larger than what there is": (
         "for epoch in range(2):\n    for x, y in loader:\n        {step}\n        number += 1\n"
@@ -153,8 +197,7 @@ ENDS = {
         8,
     ),
 }
-"""Loops over 4 batches, and the steps that they make; where these are not certain, those without
-the ``break``."""
+"""Loops over 4 batches, and the steps that they make; of folds, those of the first one."""
 STEP = "criterion(model(x), y).backward(); optimizer.step(); optimizer.zero_grad()"
 TOLD = """
 from torch.utils.data.distributed import DistributedSampler
@@ -192,9 +235,101 @@ def written(tmp_path, beginning, text):
 @pytest.mark.parametrize("name", ENDS)
 def test_steps_end_where_the_script_counts_them(beginning, tmp_path, name):
     text, steps = ENDS[name]
-    known = steps_of(Parts.of(written(tmp_path, beginning, text)))
-    assert known is not None
-    assert known[0] == steps
+    assert steps_of(Parts.of(written(tmp_path, beginning, text))).total == steps
+    made: list[object] = []
+    handle = register_optimizer_step_pre_hook(lambda *_: made.append(None))
+    try:
+        exec((tmp_path / "script.py").read_text(), {})
+    finally:
+        handle.remove()
+    assert len(made) == steps * (3 if "fold in range(3)" in text else 1)
+
+
+UNCOUNTED = {
+    "in each epoch": (
+        "for epoch in range(3):\n    number, stream = 0, iter(loader)\n    while number < 2:\n"
+        "        x, y = next(stream)\n        {step}\n        number += 1"
+    ),
+    "in a function": (
+        "def fit():\n    count = 0\n    for x, y in loader:\n        {step}\n"
+        "        count += 1\n        if count >= 2: break\nfor epoch in range(3): fit()"
+    ),
+    "in an object that a function makes anew": (
+        "state = type('State', (), dict(number=0))\ndef fit():\n    state.number = 0\n"
+        "    for x, y in loader:\n        {step}\n        state.number += 1\n"
+        "        if state.number >= 2: return\nfor epoch in range(3): fit()"
+    ),
+    "from one, of two batches": (
+        "number = 1\nfor epoch in range(9):\n    for i, (x, y) in enumerate(loader):\n"
+        "        criterion(model(x), y).backward()\n        if (i + 1) % 2 == 0:\n"
+        "            optimizer.step()\n            optimizer.zero_grad()\n            number += 1\n"
+        "            if number > 6: break\n    if number > 6: break"
+    ),
+    "before the step": (
+        "for epoch in range(2):\n    for x, y in loader:\n        number += 1\n        {step}\n"
+        "        if number >= 6: break"
+    ),
+    "in other places, too": (
+        "for epoch in range(2):\n    for x, y in loader:\n        {step}\n        number += 1\n"
+        "        if number >= 6: break\n    number += 1"
+    ),
+    "under another condition": (
+        "for epoch in range(2):\n    for x, y in loader:\n        {step}\n        number += 1\n"
+        "        if len(order) > 9:\n            if number >= 2: break"
+    ),
+    "or something else": (
+        "for epoch in range(2):\n    for x, y in loader:\n        {step}\n        number += 1\n"
+        "        if number == 60:\n            pass\n        elif number >= 2:\n            break"
+    ),
+    "until the next epoch asks for something else": (
+        "for epoch in range(4):\n    for x, y in loader:\n        {step}\n        number += 1\n"
+        "        if number >= 6:\n            order = None\n            break\n"
+        "    if order is None: break"
+    ),
+    "of an epoch": (
+        "for epoch in range(2):\n    for i, (x, y) in enumerate(loader):\n        {step}\n"
+        "        if i >= 2: break"
+    ),
+    "no phases": (
+        "scaled = True\nfor name in ['small', 'large']:\n    for x, y in loader:\n"
+        "        if scaled:\n            {step}"
+    ),
+    "the shorter of two": (
+        "for epoch in range(2):\n    for (x, y), _ in zip(loader, map(int, '01')):\n        {step}"
+    ),
+    "a part of a known length": (
+        "from itertools import islice\npart = loader, 2\nfor epoch in range(2):\n"
+        "    for x, y in islice(*part):\n        {step}"
+    ),
+    "a trainer that leaves batches out": (
+        "class Trainer:\n    max_steps, max_epochs, num_training_batches = -1, 2, 3\n"
+        "Trainer.__module__, trainer = 'lightning.trainer', Trainer()\n"
+        "for epoch in range(2):\n    for x, y in loader:\n        {step}"
+    ),
+}
+"""Loops that end by counts that are none of the steps of the script."""
+
+
+@pytest.mark.parametrize("name", UNCOUNTED)
+def test_other_counts_are_not_taken_for_those_of_the_steps(beginning, tmp_path, name):
+    found = steps_of(Parts.of(written(tmp_path, beginning, UNCOUNTED[name])))
+    assert found.total is None
+
+
+def test_what_only_the_users_code_computes_has_no_value():
+    class Held:
+        @property
+        def part(self):
+            raise RuntimeError
+
+    def node_of(text):
+        return ast.parse(text, mode="eval").body
+
+    names = {"held": Held(), "stream": count()}
+    assert value_of(node_of("held.part"), names) is None
+    for text in ("-1 in stream", "-1 not in stream", "max(stream)", "held.part"):
+        with pytest.raises(UnknownError):
+            evaluated(node_of(text), names)
 
 
 UNKNOWN = {
@@ -275,6 +410,7 @@ for epoch in range(2):
 STEP_OF_SEVERAL = (
     "optimizer.step(); optimizer.zero_grad(); order.append(optimizer.param_groups[0]['lr'])"
 )
+SCALED_STEP = STEP_OF_SEVERAL.replace("optimizer.step()", "scaler.step(optimizer); scaler.update()")
 SCHEDULE = "schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)\n"
 
 
@@ -285,13 +421,21 @@ SCHEDULE = "schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)\n"
         (True, "is_last or i % 3 == 2", ""),
         (False, "(i + 1) % 3 == 0", ""),
         (False, "(i + 1) % 3 == 0", f"if (i + 1) % 3: {STEP_OF_SEVERAL}"),
+        (False, "(i + 1) % 3 == 0", f"if (i + 1) % 3: {SCALED_STEP}"),
     ],
-    ids=["stepped", "stepped, without a part of a batch", "left out", "stepped after the loop"],
+    ids=[
+        "stepped",
+        "stepped, without a part of a batch",
+        "left out",
+        "stepped after the loop",
+        "stepped by a scaler after the loop",
+    ],
 )
 def test_batches_left_at_the_end_of_an_epoch_are_a_step_as_in_the_script(
     found_in, beginning, tmp_path, drops, test, after
 ):
-    before = SCHEDULE + f"loader = DataLoader(data, 3, shuffle=True, drop_last={drops})\n"
+    before = "scaler = torch.amp.GradScaler('cpu', enabled=False)\n"
+    before += SCHEDULE + f"loader = DataLoader(data, 3, shuffle=True, drop_last={drops})\n"
     text = ACCUMULATES.format(before=before, test=test, step=STEP_OF_SEVERAL, after=after)
     (tmp_path / "own.py").write_text(f"{beginning}order = []\n{text}")
     space: dict[str, list[float]] = {}
