@@ -145,6 +145,8 @@ class SlurmScheduler(CommandLineScheduler):
         options, resources = spec.slurm.options, spec.resources
         if size := _bytes_of(options.get("mem", "")):
             return size // resources.tasks_per_node
+        if options.get("exclusive") is True:  # which has all cores of a node
+            return None
         cores = 1 if "cpus-per-task" in options else resources.cpus_per_task
         return _bytes_of(options.get("mem-per-cpu", "")) * cores or None
 

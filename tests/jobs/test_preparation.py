@@ -116,6 +116,7 @@ GIB = 2**30
         ("slurm", "slurm: {options: {mem: 0}}", None),
         ("slurm", "slurm: {options: {mem: false}}", None),
         ("slurm", "slurm: {options: {mem-per-cpu: 512MB}}", GIB),
+        ("slurm", "slurm: {options: {mem-per-cpu: 512MB, exclusive: true}}", None),
         ("slurm", "pbs: {select: mem=3gb}", None),
         ("local", "slurm: {options: {mem: 3G}}", 2 * GIB),
         ("pbs", "pbs: {select: '2:ncpus=6:mem=3gb'}", GIB),

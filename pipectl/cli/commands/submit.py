@@ -81,7 +81,7 @@ def command(
     nodes: Any = opt.NODES,
     walltime: str | None = opt.value(
         "TIME",
-        "Time limit; a number alone is minutes (resources.walltime).",
+        "Time limit; a number alone is minutes, but not for PBS (resources.walltime).",
         *("-t", "--time"),
         parser=opt.check_walltime,
     ),
