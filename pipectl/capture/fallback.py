@@ -173,11 +173,11 @@ class Fallback:
     def _observe(self, size: int, example: Callable[[int], Any]) -> KeptModules:
         """Return the submodules that are kept so far, with the results of their calls."""
         kept = [KeptModule(path, self._modules[path]) for path in self._paths()]
-        effects = SideEffects(self._wrapper, self._named)
         if not kept:
             return KeptModules(unrolls=self._unrolls)
         failure: Exception | None = None
         for fixed in (False, True):  # perhaps it is a model for one batch size
+            effects = SideEffects(self._wrapper, self._named)
             samples = example(size if fixed else _MAX_SAMPLES)
             batches = {
                 rows: pytree.tree_map_only(Tensor, itemgetter(slice(*rows)), samples)

@@ -19,13 +19,14 @@ from functools import cached_property, partial
 from typing import Any
 from weakref import WeakSet
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from pipectl.capture.draws import seeded_draws
 from pipectl.capture.leaves import is_choice
 from pipectl.capture.model_with_loss import States, own_name, register_dataclasses
-from pipectl.capture.python_state import own_generators
+from pipectl.capture.python_state import entries_inside, is_same_value, own_generators, put
 from pipectl.capture.refusals import Refusal, RefusedError
 from pipectl.capture.tensors import is_deferred, storage_of, storages_in, tensors_in
 from pipectl.torch_api import buffers_of, count_nodes, functions_since, is_in_backward, pytree
@@ -53,18 +54,18 @@ class Arguments:
 
     def __init__(self, args: Any, kwargs: Any) -> None:
         leaves, self._structure = pytree.tree_flatten(register_dataclasses((args, kwargs)))
-        for leaf in leaves:
-            inside = getattr(leaf, "__dict__", {})
-            if not isinstance(leaf, Tensor) and tensors_in(list(inside.values())):
-                raise UnsuitableError(
-                    f"is called with a {type(leaf).__name__} that contains tensors"
-                )
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         sizes = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _SIZES)]
         self.tensors: list[Tensor] = [leaves[index] for index in tensors]
         self.sizes: list[Any] = [leaves[index] for index in sizes]
         self._places = [*tensors, *sizes]
         self._leaves = [None if i in self._places else leaf for i, leaf in enumerate(leaves)]
+        for leaf in self._leaves:
+            if any(_has_tensors(entry.value) for entry in entries_inside([leaf]).values()):
+                raise UnsuitableError(
+                    f"is called with a {type(leaf).__name__} that contains tensors"
+                )
+        self._inside = entries_inside(self._leaves)
 
     @property
     def choices(self) -> set[Any]:
@@ -80,7 +81,7 @@ class Arguments:
         return f"{self._structure}{names}"
 
     def check(self, args: Any, kwargs: Any, values: Sequence[Any]) -> None:
-        """Raise if a call has put something into what it was called with.
+        """Raise if a call has changed what it was called with.
 
         Args:
             args, kwargs: those that were filled with ``values`` for the call.
@@ -88,22 +89,45 @@ class Arguments:
         Raises:
             UnsuitableError: nothing outside of the call would see it.
         """
-        known = {id(each) for each in (*values, *self._leaves)}
-        for leaf in pytree.tree_leaves((args, kwargs)):
-            inside = getattr(leaf, "__dict__", {})
-            is_filled = not isinstance(leaf, Tensor) and tensors_in(list(inside.values()))
-            if is_filled or id(leaf) not in known:
-                raise UnsuitableError(
-                    "puts values into a list, mapping or object that it is called with, where "
-                    "nothing outside of it sees them (return them instead)"
-                )
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        inside = entries_inside(self._leaves)
+        if (
+            structure != self._structure
+            or not all(map(is_same_value, leaves, self._filled(values)))
+            or inside.keys() != self._inside.keys()
+            or not all(entry.is_like(self._inside[name]) for name, entry in inside.items())
+        ):
+            raise UnsuitableError(
+                "changes a list, mapping or object that it is called with, where nothing outside "
+                "of it sees that (return what is new instead)"
+            )
 
     def filled(self, values: Sequence[Any]) -> Any:
-        """Return the (args, kwargs) with other tensors, followed by other sizes."""
+        """Return the (args, kwargs) with other tensors, followed by other sizes.
+
+        Objects among them are as they were for the call, whatever was put into them later.
+        """
+        for entry in self._inside.values():
+            if not isinstance(entry.holder, set):
+                put(entry, entry.value)
+            if isinstance(entry.content, np.ndarray) and entry.value.flags.writeable:
+                entry.value[...] = entry.content
+        return pytree.tree_unflatten(self._filled(values), self._structure)
+
+    def _filled(self, values: Sequence[Any]) -> list[Any]:
         leaves = list(self._leaves)
         for place, value in zip(self._places, values, strict=True):
             leaves[place] = value
-        return pytree.tree_unflatten(leaves, self._structure)
+        return leaves
+
+
+def _has_tensors(value: Any) -> bool:
+    """Return whether a value is or contains tensors, or modules with parameters or buffers."""
+    leaves = pytree.tree_leaves(value)
+    modules = [leaf for leaf in leaves if isinstance(leaf, nn.Module)]
+    return bool(tensors_in(leaves)) or any(
+        any(True for _ in (*module.parameters(), *module.buffers())) for module in modules
+    )
 
 
 @dataclass(frozen=True)

@@ -493,7 +493,7 @@ def _call_without_counts(function: type[torch.autograd.Function], call: Callable
         twice = _numbers_of(function)
         name = next((n for n, number in twice.items() if number != once.get(n)), None)
         if name is not None:
-            raise Refusal.CARRIED.error(name=name)
+            raise Refusal.COUNTED.error(name=name)
     return result
 
 

@@ -43,6 +43,8 @@ _PLAIN = (str, bytes, int, float, complex, type(None), type, FunctionType, Modul
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 CONTAINERS = (*_MAPPINGS, list, deque, set)
 _VALUES = (int, float, complex, np.number, np.bool_, str)
+_FIXED = (*_VALUES, bytes, range, slice, torch.device)
+"""Of which two that are equal may take each other's place."""
 _MAX_ARRAY_BYTES = 2**24
 """Of an array that is compared; a larger one is a table, or data."""
 _SHARED = frozenset({*sys.stdlib_module_names, "torch"})
@@ -90,6 +92,13 @@ class Entry(NamedTuple):
             and _is_equal(self.content, other.content)
         )
 
+    def is_like(self, other: Entry | None) -> bool:
+        """Return whether another entry has this value or one that is equal to it for good."""
+        return other is not None and (
+            (is_same_value(self.value, other.value) and _is_equal(self.content, other.content))
+            or (isinstance(self.content, np.ndarray) and _is_equal(self.content, other.content))
+        )
+
     def after(self, steps: int) -> Entry | None:
         """Return the entry after more such steps; None if that is not known."""
         old, new = self.old, self.plain
@@ -112,6 +121,17 @@ def _after(old: Any, new: Any, steps: int) -> Any:
         return new if _is_equal(old, new) else None
     with np.errstate(all="ignore"):
         return old + steps * (new - old)
+
+
+def is_same_value(one: Any, other: Any) -> bool:
+    """Return whether two values are one, or cannot change and are equal, such as two sizes."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(is_same_value, one, other))
+    return isinstance(one, _FIXED) and bool(one == other)
 
 
 def _is_equal(one: Any, other: Any) -> bool:
@@ -153,19 +173,25 @@ def entries_of(holders: Iterable[Holder]) -> dict[str, Entry]:
 
     An object has the attributes of its class, too, until it gets its own.
     """
-    entries: dict[str, Entry] = {}
-    for holder in holders:
-        value = holder.value
-        if isinstance(value, MutableMapping):
-            defaults = {} if holder.owner is None else _numbers_of(holder.owner)
-            pairs: Iterable[Any] = ({**defaults, **value} if defaults else value).items()
-        elif isinstance(value, list | deque):
-            pairs = enumerate(value)
-        else:
-            continue
-        for key, item in pairs:
-            entries[holder.name_of(key)] = Entry(item, value, key, _content(item))
-    return entries
+    return {
+        holder.name_of(key): entry_of(holder, key, value)
+        for holder in holders
+        for key, value in pairs_of(holder)
+    }
+
+
+def pairs_of(holder: Holder) -> Iterable[tuple[Any, Any]]:
+    """Return the key and the value of all entries of a holder."""
+    value = holder.value
+    if isinstance(value, MutableMapping):
+        defaults = {} if holder.owner is None else _numbers_of(holder.owner)
+        return ({**defaults, **value} if defaults else value).items()
+    return enumerate(value) if isinstance(value, list | deque) else ()
+
+
+def entry_of(holder: Holder, key: Any, value: Any) -> Entry:
+    """Return an entry of a holder as it is now."""
+    return Entry(value, holder.value, key, _content(value))
 
 
 @cache
@@ -218,8 +244,25 @@ def items_of(model: nn.Module) -> Iterator[Holder]:
     """Yield everything in a model that may change, once: containers, generators, arrays, and the
     attributes of objects.
     """
-    visited = {id(value) for value in (*model.parameters(), *model.buffers(), *model.modules())}
-    waiting = [Holder(vars(m), path, type(m)) for path, m in model.named_modules()]
+    known = {id(value) for value in (*model.parameters(), *model.buffers(), *model.modules())}
+    return _items([Holder(vars(m), path, type(m)) for path, m in model.named_modules()], known)
+
+
+def entries_inside(values: list[Any]) -> dict[str, Entry]:
+    """Return values, and the entries of whatever they refer to, but for what is in modules."""
+    items = [*_items([Holder(values, "", None)], set(), modules=False)]
+    sets = [item for item in items if type(item.value) is set]
+    members = {item.name: Entry((*map(id, item.value),), item.value, None) for item in sets}
+    return entries_of(items) | members
+
+
+def _items(waiting: list[Holder], visited: set[int], *, modules: bool = True) -> Iterator[Holder]:
+    """Yield what has to be looked at, and what that refers to.
+
+    Args:
+        visited: identities of what is left out.
+        modules: whether to look into modules.
+    """
     while waiting:
         item = waiting.pop()
         value, path = item.value, item.name
@@ -245,11 +288,16 @@ def items_of(model: nn.Module) -> Iterator[Holder]:
         elif type(value) is Tensor:
             if _is_restorable(value):
                 yield item
-        elif isinstance(value, nn.Module | SimpleNamespace) or (
-            type(value).__module__.partition(".")[0] not in _SHARED
-            and isinstance(getattr(value, "__dict__", None), dict)
-        ):
+        elif (modules or not isinstance(value, nn.Module)) and _has_attributes(value):
             waiting.append(Holder(vars(value), path, type(value)))
+
+
+def _has_attributes(value: Any) -> bool:
+    """Return whether a value is an object of the user, a module or a namespace."""
+    return isinstance(value, nn.Module | SimpleNamespace) or (
+        type(value).__module__.partition(".")[0] not in _SHARED
+        and isinstance(getattr(value, "__dict__", None), dict)
+    )
 
 
 def plain_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -166,23 +166,26 @@ class Refusal(Enum):
         _BUFFER + ", or name the submodule that keeps it under model.opaque",
         Keep.NOTHING,
     )
+    COUNTED = (
+        "model: keeps {name!r} from one step to the next{place}, which a graph would freeze",
+        "leave the count out, or pass what the function reads as an argument of its apply()",
+        Keep.NOTHING,
+    )
     KEPT = (  # unless the user has named it: see CARRIED
         "model: {name}, which runs as one operator, keeps {entry!r} from one step to the next"
         "{place}, which no checkpoint holds and a recomputed forward would change twice",
         _BUFFER + ", or name the submodule under model.opaque",
         Keep.NOTHING,
     )
-    LEFT = (
+    LEFT = (  # in no part of the model: it would be kept
         "model: {name}, which runs as one operator, sets {entry!r}, and it is read outside of it"
         "{place}, where the results of an operator arrive, and nothing else",
-        "return it from the submodule, and compute with what was returned; or name a part of the "
-        "model that has both under model.opaque",
+        "return it from the submodule, and compute with what was returned",
     )
     SET_OUTSIDE = (
         "model: {name}, which runs as one operator, reads {entry!r}{place}, which is set outside "
         "of it: an operator gets its arguments, and nothing else",
-        "pass it to the submodule as an argument, or name a part of the model that has both under "
-        "model.opaque",
+        "pass it to the submodule as an argument",
     )
     TEXT = (  # no operator either: it would get the texts of one batch, too
         "model: computes with the texts of a batch (or an Enum){place}, and a graph would hold "

@@ -26,10 +26,11 @@ from pipectl.capture.python_state import (
     CONTAINERS,
     MANY_STEPS,
     Entry,
-    entries_of,
+    entry_of,
     is_of_torch,
     is_tensor,
     items_of,
+    pairs_of,
     put,
     restore_of,
     stand_in,
@@ -53,17 +54,14 @@ class _State(NamedTuple):
     def is_as(self, other: _State | None) -> bool:
         if other is None or self.version != other.version:
             return False
-        one, two = self.entry, other.entry
-        return one.is_as(two) or (
-            isinstance(one.plain, int | float | str)
-            and type(one.plain) is type(two.plain)
-            and bool(one.plain == two.plain)
-        )
+        return self.entry.is_like(other.entry)
 
 
-_States = Mapping[str, _State]
-_Begin = Mapping[str, Entry | None]
-"""Entries by name, None for one that is absent."""
+_Key = tuple[int, Any]
+"""Of an entry: the place of its holder in the list of all, and its key there."""
+_States = Mapping[_Key, _State]
+_Begin = Mapping[_Key, Entry | None]
+"""Entries, None for one that is absent."""
 
 
 class Call(NamedTuple):
@@ -96,11 +94,11 @@ class SideEffects:
         self.constants: dict[str, dict[str, Entry]] = {}
         self._set: dict[str, list[tuple[Entry, Any]]] = {}
         """What submodules have set, with its stand-ins."""
-        self._set_names: dict[str, set[str]] = {}
+        self._set_keys: dict[str, set[_Key]] = {}
         self._begin: _States = {}
         self._is_first = False
-        self._known = set[tuple[str, frozenset[str]]]()
-        """Sets of changes that did not matter to a submodule."""
+        self._known = set[tuple[Refusal, str, frozenset[str]]]()
+        """What a submodule need not be refused for, with the names of the changes."""
         self._holders: list[Holder] = []
         self._in_place: list[Any] = []
 
@@ -116,7 +114,7 @@ class SideEffects:
         self._in_place = [item.value for item in items if type(item.value) not in CONTAINERS]
         self._in_place += SHARED_GENERATORS
         self._begin, self._is_first = self._states(), first
-        self._set_names.clear()
+        self._set_keys.clear()
         try:
             yield
         finally:
@@ -134,15 +132,15 @@ class SideEffects:
         given = call.run()
         outcome, after = _outcome(given), self._states()
         changed = _changes(before, after)
-        restored: _Begin = {name: _entry(before, name) for name in changed}
-        if call.path not in self._named and self._is_new(call, changed):
+        restored: _Begin = {key: _entry(before, key) for key in changed}
+        if call.path not in self._named and self._is_new(Refusal.KEPT, call, changed):
             self._refuse_kept(call, outcome, restored, after)
-        own = self._set_names.setdefault(call.path, set())
-        others = [name for name in _changes(self._begin, before) if name not in own]
-        if self._is_new(call, others):
+        own = self._set_keys.setdefault(call.path, set())
+        others = [key for key in _changes(self._begin, before) if key not in own]
+        if self._is_new(Refusal.SET_OUTSIDE, call, others):
             self._refuse_set_outside(call, outcome, restored, others)
         own.update(changed)
-        self._leave(call.path, {n: after[n].entry for n in changed if n in after})
+        self._leave(call.path, {self._name(k): after[k].entry for k in changed if k in after})
         return given
 
     def stand_in(self, path: str, name: str, value: Any) -> Any:
@@ -171,11 +169,14 @@ class SideEffects:
                 if entry.holder[entry.key] is other:
                     put(entry, entry.value)
 
-    def _is_new(self, call: Call, names: Collection[str]) -> bool:
-        """Return whether some changes were not looked at yet for a submodule."""
-        key = call.path, frozenset(names)
-        is_new = bool(names) and key not in self._known
-        self._known.add(key)
+    def _name(self, key: _Key) -> str:
+        return self._holders[key[0]].name_of(key[1])
+
+    def _is_new(self, refusal: Refusal, call: Call, changed: Collection[_Key]) -> bool:
+        """Return whether some changes were not looked at yet for a submodule and a refusal."""
+        known = refusal, call.path, frozenset(map(self._name, changed))
+        is_new = bool(changed) and known not in self._known
+        self._known.add(known)
         return is_new
 
     def _refuse_kept(self, call: Call, outcome: Any, before: _Begin, after: _States) -> None:
@@ -184,8 +185,9 @@ class SideEffects:
         Raises:
             RefusedError: naming what it keeps.
         """
-        begin: _Begin = {name: _entry(after, name) for name in before}
+        begin: _Begin = {key: _entry(after, key) for key in before}
         if not self._differs(call, outcome, {}):
+            twice: list[_Key] = []
             with self._preserved(), suppress(Exception):
                 call.again()
                 twice = _changes(after, self._states())
@@ -193,34 +195,35 @@ class SideEffects:
             if not begin or not self._differs(call, outcome, begin):
                 return
 
-        def alone(name: str) -> bool:
-            return self._differs(call, outcome, {**before, name: begin[name]})
+        def alone(key: _Key) -> bool:
+            return self._differs(call, outcome, {**before, key: begin[key]})
 
         self._refuse(call, Refusal.KEPT, next(filter(alone, begin), next(iter(begin))))
 
     def _refuse_set_outside(
-        self, call: Call, outcome: Any, before: _Begin, others: list[str]
+        self, call: Call, outcome: Any, before: _Begin, others: list[_Key]
     ) -> None:
         """Refuse a call that would give something else without what others have set.
 
         Raises:
             RefusedError: naming that.
         """
-        begin = {name: _entry(self._begin, name) for name in others}
+        begin = {key: _entry(self._begin, key) for key in others}
         keeps_state = self._differs(call, outcome, before)
         if keeps_state or not self._differs(call, outcome, {**before, **begin}):
             return
 
-        def alone(name: str) -> bool:
-            return self._differs(call, outcome, {**before, name: begin[name]})
+        def alone(key: _Key) -> bool:
+            return self._differs(call, outcome, {**before, key: begin[key]})
 
         self._refuse(call, Refusal.SET_OUTSIDE, next(filter(alone, begin), others[0]))
 
-    def _refuse(self, call: Call, refusal: Refusal, name: str) -> None:
+    def _refuse(self, call: Call, refusal: Refusal, key: _Key) -> None:
         """Refuse a call, if possible at the line that reads an entry."""
-        words = {"part": call.path, "entry": own_name(name), "name": own_name(call.path)}
+        entry = own_name(self._name(key))
+        words = {"part": call.path, "entry": entry, "name": own_name(call.path)}
         error = refusal.error("", **words)
-        now = _entry(self._states(), name)
+        now = _entry(self._states(), key)
         if now is not None:
             put(now, stand_in(now.value, partial(refusal.error, **words)))
             try:
@@ -261,11 +264,11 @@ class SideEffects:
             for restore in restores:
                 with suppress(RuntimeError, TypeError, ValueError):  # it takes no values
                     restore()
-            self._restore({n: _entry(before, n) for n in _changes(before, self._states())})
+            self._restore({k: _entry(before, k) for k in _changes(before, self._states())})
 
     def _restore(self, begin: _Begin) -> None:
         now = self._states() if None in begin.values() else {}
-        gone = [now[n].entry for n, entry in begin.items() if entry is None and n in now]
+        gone = [now[k].entry for k, entry in begin.items() if entry is None and k in now]
         for entry in sorted(gone, key=lambda e: e.key if isinstance(e.key, int) else 0)[::-1]:
             with suppress(KeyError, IndexError, AttributeError, TypeError):
                 del entry.holder[entry.key]
@@ -277,33 +280,38 @@ class SideEffects:
 
     def _states(self) -> _States:
         """Return all that calls may change, but for iterators and what Python itself sets."""
-        return {
-            name: _State(e, version_of(e.value) if is_tensor(e.value) else 0)
-            for name, e in entries_of(self._holders).items()
-            if not isinstance(e.value, Iterator)
-            and not (isinstance(e.key, str) and (e.key in _SKIPPED or e.key.startswith("__")))
-        }
+        states: dict[_Key, _State] = {}
+        for place, holder in enumerate(self._holders):
+            pairs = pairs_of(holder)
+            if holder.owner is not None:
+                pairs = [(key, value) for key, value in pairs if key not in _SKIPPED]
+            for key, value in pairs:
+                is_pythons = holder.owner is not None and str(key).startswith("__")
+                if not (is_pythons or isinstance(value, Iterator)):
+                    version = version_of(value) if is_tensor(value) else 0
+                    states[place, key] = _State(entry_of(holder, key, value), version)
+        return states
 
 
-def _entry(states: _States, name: str) -> Entry | None:
-    return states[name].entry if name in states else None
+def _entry(states: _States, key: _Key) -> Entry | None:
+    return states[key].entry if key in states else None
 
 
-def _changes(before: _States, after: _States) -> list[str]:
-    """Return the names of entries that are not as before, in order."""
-    names = dict.fromkeys((*before, *after))
-    return [n for n in names if n not in after or not after[n].is_as(before.get(n))]
+def _changes(before: _States, after: _States) -> list[_Key]:
+    """Return the keys of entries that are not as before, in order."""
+    keys = dict.fromkeys((*before, *after))
+    return [k for k in keys if k not in after or not after[k].is_as(before.get(k))]
 
 
-def _later(before: _Begin, after: _Begin, twice: Collection[str]) -> dict[str, Entry]:
+def _later(before: _Begin, after: _Begin, twice: Collection[_Key]) -> dict[_Key, Entry]:
     """Return the numbers that grow with every call as they are after many."""
     found = {}
-    for name in twice:
-        old, new = before.get(name), after.get(name)
+    for key in twice:
+        old, new = before.get(key), after.get(key)
         if old is not None and new is not None:
             later = new._replace(old=old.plain).after(MANY_STEPS)
             if later is not None:
-                found[name] = later
+                found[key] = later
     return found
 
 
