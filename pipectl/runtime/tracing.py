@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from itertools import chain
@@ -129,7 +129,7 @@ class PlannedBatches:
 
     def __init__(self, loader: Loader, plan: Plan) -> None:
         self._samples, self._length = plan.batch_size, loader.lengths[-1]
-        self._epoch = lru_cache(1)(loader.epoch)
+        self._loader = loader
 
     def differs(self, batch: Samples) -> str | None:
         """How a batch differs from the planned one, in words; None if it does not."""
@@ -139,17 +139,22 @@ class PlannedBatches:
             return f"its sequences were padded to {batch.length} positions, not {self._length}"
         return None
 
-    def nearest(self, step: int, steps: int) -> int:
-        """The first step from ``step`` on that has such a batch; the last one before it if none
-        follows in a run of so many steps. The step itself if no batch is such a one."""
-        step, count = min(step, steps), len(self._epoch(0))
-        window = 2 * count  # epochs have batches of each length in orders of their own
-        later, before = range(step, steps + 1)[:window], range(step - 1, 0, -1)[:window]
-        for each in chain(later, before):
-            epoch, index = divmod(each - 1, count)
-            if self.differs(self._epoch(epoch)[index]) is None:
-                return each
-        return step
+    def nearest(self, wanted: Iterable[int], steps: int) -> frozenset[int]:
+        """For each step the first one from it on that has such a batch; the last one before it if
+        none follows in a run of so many steps. The step itself if no batch is such a one."""
+        batches_of = lru_cache(1)(self._loader.epoch)  # a long list, which nobody needs later
+
+        def nearest(step: int) -> int:
+            step, count = min(step, steps), len(batches_of(0))
+            window = 2 * count  # epochs have batches of each length in orders of their own
+            later, before = range(step, steps + 1)[:window], range(step - 1, 0, -1)[:window]
+            for each in chain(later, before):
+                epoch, index = divmod(each - 1, count)
+                if self.differs(batches_of(epoch)[index]) is None:
+                    return each
+            return step
+
+        return frozenset(map(nearest, wanted))
 
 
 class Tracing:
@@ -172,7 +177,7 @@ class Tracing:
         planned: PlannedBatches,
     ) -> None:
         self._run, self._every, self._planned = run, trace.every, planned
-        self._steps = frozenset(planned.nearest(step, steps) for step in trace.steps)
+        self._steps = planned.nearest(trace.steps, steps)
         self._world = communicator.Dup()
         self._rank, self._size = communicator.rank, communicator.size
         events = sum(gather_all(communicator, rows))
