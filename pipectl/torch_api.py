@@ -7,10 +7,12 @@ torch 2.8 to 2.15.
 
 from __future__ import annotations
 
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -579,19 +581,46 @@ def unused_checkpoints() -> Iterator[None]:
 
     With ``use_reentrant=True`` it would begin a backward of its own for every call, in which
     gradients of parameters arrive that nobody has asked for, and several times.
+
+    It is quick, as it stands around calls of the user's code in every micro-batch, and holds for
+    this thread alone.
     """
+    _answer_checkpoints()
+    before = _checkpoints.unused
+    _checkpoints.unused = True
+    try:
+        yield
+    finally:
+        _checkpoints.unused = before
 
-    def call(function: Callable[..., Any], _preserves: bool, *args: Any) -> Any:
-        return function(*args)
 
-    def keep_nothing(*_: Any, **__: Any) -> Iterator[None]:
+class _Checkpoints(threading.local):
+    unused = False
+
+
+_checkpoints = _Checkpoints()
+
+
+@cache
+def _answer_checkpoints() -> None:
+    """Let functions of ``torch.utils.checkpoint`` ask from now on whether they are unused."""
+    reentrant, recomputed = checkpoint.CheckpointFunction, "_checkpoint_without_reentrant_generator"
+    untouched = getattr(checkpoint, recomputed)
+
+    def apply(function: Any, body: Callable[..., Any], *given: Any) -> Any:
+        if _checkpoints.unused:
+            _, *args = given
+            return body(*args)
+        return super(reentrant, function).apply(body, *given)  # found anew: it may be patched
+
+    def generate(*args: Any, **kwargs: Any) -> Iterator[None]:
+        return keep_nothing() if _checkpoints.unused else untouched(*args, **kwargs)
+
+    def keep_nothing() -> Iterator[None]:
         yield
 
-    with (
-        mock.patch.object(checkpoint.CheckpointFunction, "apply", staticmethod(call)),
-        mock.patch.object(checkpoint, "_checkpoint_without_reentrant_generator", keep_nothing),
-    ):
-        yield
+    reentrant.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+    setattr(checkpoint, recomputed, generate)
 
 
 def keep_unread(operator: HigherOrderOperator) -> None:

@@ -6,6 +6,7 @@ import ast
 import re
 import traceback
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
@@ -419,6 +420,35 @@ def test_a_recomputed_part_is_called_by_two_functions_at_most() -> None:
     with mock.patch.object(torch.autograd.Function, "apply", classmethod(watch)):
         torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=False)
     assert [api.is_keeping_inputs(function) for function in applied] == [True] * len(applied)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_unused_checkpoints_compute_once_where_they_are_unused(reentrant: bool) -> None:
+    """And they are swapped in no call, only asked: other threads may use them meanwhile."""
+    checkpoint = torch.utils.checkpoint
+
+    def calls() -> int:
+        seen: list[Tensor] = []
+        x = torch.ones(1, requires_grad=True)
+
+        def part(x: Tensor) -> Tensor:
+            seen.append(x)
+            return x.square()
+
+        checkpoint.checkpoint(part, x, use_reentrant=reentrant).backward()
+        assert torch.equal(x.grad, torch.full((1,), 2.0))
+        return len(seen)
+
+    assert calls() == 2
+    with api.unused_checkpoints():
+        functions = {**vars(checkpoint), **vars(checkpoint.CheckpointFunction)}
+        with api.unused_checkpoints():
+            assert calls() == 1
+        assert calls() == 1
+        with ThreadPoolExecutor(1) as elsewhere:
+            assert elsewhere.submit(calls).result() == 2
+    assert calls() == 2
+    assert {**vars(checkpoint), **vars(checkpoint.CheckpointFunction)} == functions
 
 
 def test_masks_vmap_and_errors_of_the_compiler() -> None:

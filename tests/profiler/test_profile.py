@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import CheckpointFunction
 
 from pipectl.capture import CapturedJob
 from pipectl.capture.regions import missing_kernels
@@ -225,7 +224,6 @@ def test_a_submodule_that_checkpoints_with_backwards_of_its_own_is_measured(prof
         "model.again.layer.weight": 400,
         "model.again.layer.bias": 40,
     }
-    assert vars(CheckpointFunction).get("apply") is None
 
 
 def test_values_in_mixed_precision_take_half_the_bytes(counted: Profile, profiled: Any) -> None:
