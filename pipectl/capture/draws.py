@@ -15,6 +15,7 @@ import random
 import secrets
 import sys
 import sysconfig
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -126,17 +127,20 @@ class WatchedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         shared, own: those that draw from the shared generators, and from those of the model.
+        calls: how often each was called.
     """
 
     def __init__(self, generators: Sequence[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.shared, self.own = set[OpOverload](), set[OpOverload]()
+        self.calls = Counter[OpOverload]()
         pairs = (SHARED_GENERATORS, self.shared), (generators, self.own)
         self._watched: Sequence[tuple[Sequence[Any], set[OpOverload]]] = pairs
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not is_custom(func):
             return func(*args, **(kwargs or {}))
+        self.calls[func] += 1
         before = [states_of(generators) for generators, _ in self._watched]
         result = func(*args, **(kwargs or {}))
         for known, (generators, drawing) in zip(before, self._watched, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial
@@ -41,7 +42,7 @@ from pipectl.capture.operators import (
     runs,
 )
 from pipectl.capture.python_state import own_generators, preserve_state
-from pipectl.capture.randomness import seed_everything
+from pipectl.capture.randomness import SHARED_GENERATORS, seed_everything, states_of
 from pipectl.capture.refusals import (
     Refusal,
     RefusedError,
@@ -395,8 +396,8 @@ class CapturedJob:
         return None
 
     def _mark_draws(self, graph: CapturedGraph, batch: tuple[Any, Any]) -> None:
-        """Note which custom operators draw random numbers, by a run of the model; all of them may
-        if it does not run.
+        """Note which custom operators draw random numbers, by a run of the model; those may that it
+        does not reach, as in a branch, and all of them if it fails. The same for their backwards.
 
         Raises:
             RefusedError: one draws from a generator that is not torch's own.
@@ -408,8 +409,18 @@ class CapturedJob:
         with preserve_state(self.wrapper, self.wrapper.buffers()), suppress(Exception):
             seed_everything(0)
             with torch.set_grad_enabled(self.wrapper.training), watched:
-                self.wrapper(*pytree.tree_map_only(Tensor, Tensor.clone, batch))
-            mark_draws(operators, watched.shared)
+                result = self.wrapper(*pytree.tree_map_only(Tensor, Tensor.clone, batch))
+            counts = Counter[Any](node.target for node in operators)
+            missed = {each for each in counts if watched.calls[each] < counts[each]}
+            mark_draws(operators, watched.shared | missed)
+            if self.wrapper.training and not any(
+                runs(node, graph.root, Opaque) for node in graph.operators
+            ):  # which may not have its own parameters in this run
+                before = states_of(SHARED_GENERATORS)
+                trained = [each for each in self.wrapper.parameters() if each.requires_grad]
+                torch.autograd.grad(result, trained, allow_unused=True)
+                is_drawn = states_of(SHARED_GENERATORS) != before
+                mark_draws(operators, counts if is_drawn else missed, backward=True)
         for node in operators:
             if node.target in watched.own:
                 raise Refusal.DRAW.error(place_of_node(node), part=calling_module(node))

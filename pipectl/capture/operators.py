@@ -15,7 +15,7 @@ from pipectl.capture.opaque import Opaque
 from pipectl.capture.randomness import Seeder, seed_libraries, seed_operator
 from pipectl.torch_api import HigherOrderOperator, pytree
 
-_DRAWS = "pipectl_draws"
+_DRAWS, _DRAWS_BACKWARD = "pipectl_draws", "pipectl_draws_backward"
 
 
 def calling_module(node: fx.Node) -> str:
@@ -79,16 +79,21 @@ class FunctionCall:
 
 def seeder_of(node: fx.Node, root: fx.GraphModule) -> Seeder | None:
     """Return what seeds an operator before it runs; None if it draws no random numbers."""
-    if runs(node, root, Opaque) or any(is_custom(inner.target) for inner in with_inner(node, root)):
+    if runs(node, root, Opaque):
         return seed_libraries  # whether it draws may depend on values
-    return seed_operator if is_random(node, root) else None
+    drawing = [inner.target for inner in with_inner(node, root) if _draws(inner)]
+    if any(map(is_custom, drawing)):
+        return seed_libraries
+    return seed_operator if drawing else None
 
 
 def draws_backward(node: fx.Node, root: fx.GraphModule) -> bool:
     """Return whether the backward of an operator may draw random numbers: it is user code."""
-    kinds = Opaque, FunctionCall
-    targets = (inner.target for inner in with_inner(node, root))
-    return any(isinstance(target, kinds) or is_custom(target) for target in targets)
+    return any(
+        isinstance(inner.target, Opaque | FunctionCall)
+        or (is_custom(inner.target) and bool(inner.meta.get(_DRAWS_BACKWARD, True)))
+        for inner in with_inner(node, root)
+    )
 
 
 def custom_operators(root: fx.GraphModule) -> list[fx.Node]:
@@ -97,10 +102,12 @@ def custom_operators(root: fx.GraphModule) -> list[fx.Node]:
     return [node for graph in graphs for node in graph.nodes if is_custom(node.target)]
 
 
-def mark_draws(operators: Iterable[fx.Node], drawing: Container[Any]) -> None:
-    """Note at custom operators whether they draw random numbers."""
+def mark_draws(
+    operators: Iterable[fx.Node], drawing: Container[Any], *, backward: bool = False
+) -> None:
+    """Note at custom operators whether they, or their backwards, draw random numbers."""
     for node in operators:
-        node.meta[_DRAWS] = node.target in drawing
+        node.meta[_DRAWS_BACKWARD if backward else _DRAWS] = node.target in drawing
 
 
 def is_random(node: fx.Node, root: fx.GraphModule) -> bool:

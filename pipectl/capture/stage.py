@@ -345,7 +345,8 @@ class _Builder:
             if seeder is not None:
                 self.graph.call_function(seeder, (seed, seed_of(node.name)))
             copy = self.local[Slot(node.name)] = self.copy(node)
-            if self.cut.training and draws_backward(node, captured.root):
+            has_backward = self.cut.training and captured.requires_grad[node.name]
+            if has_backward and draws_backward(node, captured.root):
                 self.graph.call_function(seed_backward, (copy, seed, seed_of(node.name)))
             for name in forks.get(node.name, ()):
                 self.fork(name, node.name)

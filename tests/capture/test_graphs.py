@@ -14,6 +14,7 @@ from pipectl.capture import CapturedGraph, Cut, build_stage
 from pipectl.capture.accelerator_autocast import autocast_of
 from pipectl.capture.groups import assign_groups
 from pipectl.capture.operators import FunctionCall, is_random, runs_own_code
+from pipectl.capture.randomness import SEEDERS, seed_backward, seed_libraries
 from pipectl.capture.regions import WHOLE, Autocast, Region, arithmetic, region_of
 from pipectl.capture.slices import Span, coupled_operators
 from pipectl.capture.traits import find_traits
@@ -553,17 +554,18 @@ def {name}(x: torch.Tensor) -> torch.Tensor:
     return x + {term}
 
 {name}.register_fake(torch.empty_like)
-{name}.register_autograd(lambda _, gradient: gradient)
+{name}.register_autograd(lambda _, gradient: {gradient})
 """
+JITTER = "random.random()"
 
 
 def test_a_custom_operator_is_random_if_it_draws_when_it_runs(
     make_job, write_modules, run_whole
 ) -> None:
     """Others may be shared by replicas."""
-    terms = {"shifted": "1", "jittered": "random.random()", "own": "GENERATOR.random()"}
-    more = "".join(CUSTOM.format(name=name, term=term) for name, term in terms.items())
-    path = write_modules({name.title(): f"x = {name}(x)" for name in terms}, more)
+    terms = {"shifted": "1", "jittered": JITTER, "own": "GENERATOR.random()"}
+    customs = [CUSTOM.format(name=n, term=t, gradient="gradient") for n, t in terms.items()]
+    path = write_modules({name.title(): f"x = {name}(x)" for name in terms}, "".join(customs))
     graphs = {}
     for name in ("Shifted", "Jittered"):
         job = make_job(f"{path}:Whole{name}")
@@ -580,6 +582,37 @@ def test_a_custom_operator_is_random_if_it_draws_when_it_runs(
     assert "x = own(x)" in raised.value.message
     kept = make_job(f"{path}:layers").training_graph(4)
     assert [repr(node.target) for node in kept.operators if runs_own_code(node)] == ["3 (Own)"]
+
+
+@pytest.mark.parametrize(
+    ("terms", "gradient", "code", "seeded"),
+    [
+        ("1", "gradient", "x = {0}(x)", []),
+        (JITTER, "gradient", "x = {0}(x)", [seed_libraries]),
+        ("1", f"gradient * {JITTER}", "x = {0}(x)", [seed_backward]),
+        ("1", f"gradient * {JITTER}", "x = x + {0}(x.detach())", []),
+        (JITTER, f"gradient * {JITTER}", "x = {0}(x)", [seed_libraries, seed_backward]),
+        # A branch that no run of the capture takes.
+        (
+            JITTER,
+            "gradient",
+            "x = torch.cond(x.sum() > 1e9, {0}, torch.tanh, (x,))",
+            [seed_libraries, seed_backward],
+        ),
+    ],
+)
+def test_custom_operators_are_seeded_only_where_they_may_draw(
+    make_job, write_modules, terms, gradient, code, seeded
+) -> None:
+    """A seeder cuts the code of a stage where it is compiled."""
+    name = f"seeded_{abs(hash((terms, gradient, code)))}"
+    custom = CUSTOM.format(name=name, term=terms, gradient=gradient)
+    path = write_modules({"Seeded": code.format(name)}, custom)
+    graph = make_job(f"{path}:WholeSeeded").training_graph(4)
+    cut = Cut(graph, {node.name: 0 for node in graph.operators}, training=True)
+    found: Any = build_stage(cut, 0, 4).module
+    calls = [node.target for node in found.graph.nodes if node.op == "call_function"]
+    assert [call for call in calls if call in (*SEEDERS, seed_backward)] == seeded
 
 
 NAMES = ("embed.weight", "block.0.bias", "block.0.weight", "norm.bias", "head")
