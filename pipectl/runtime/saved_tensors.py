@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from pipectl.capture.patches import hooks_on_saved_tensors
-from pipectl.capture.refusals import Refusal
+from pipectl.capture.refusals import Refusal, RefusedError
 from pipectl.capture.tensors import storage_of
 from pipectl.runtime.layout import Layout
 from pipectl.runtime.offload import Mover, Place
@@ -116,12 +116,17 @@ def clone_shared(leaves: Iterable[Tensor], others: Iterable[Tensor | None]) -> N
         if gradient is None:
             continue
         if gradient.layout is not torch.strided:
-            name = "a submodule or autograd function that runs as one operator"
-            raise Refusal.SPARSE.error("", name=name, how="")
+            raise sparse_error()
         if storage_of(gradient) in memories:
             leaf.grad = gradient.clone()
         else:
             memories.add(storage_of(gradient))
+
+
+def sparse_error(parameter: str = "") -> RefusedError:
+    """Return the error that code gives a sparse gradient, of this parameter if it is known."""
+    name = "a submodule or autograd function that runs as one operator"
+    return Refusal.SPARSE.error("", name=name, how=f" of {parameter!r}" if parameter else "")
 
 
 class Block:

@@ -20,12 +20,14 @@ from torch.autograd.graph import GradientEdge
 from pipectl.capture import Cut, Slot, build_stage
 from pipectl.capture.batch import copy_written_inputs
 from pipectl.capture.graph import CapturedGraph
+from pipectl.capture.model_with_loss import own_name
 from pipectl.capture.randomness import SEEDERS
+from pipectl.capture.refusals import Refusal, RefusedError
 from pipectl.capture.regions import arithmetic
 from pipectl.capture.slices import Span
 from pipectl.capture.stage import Receive, StageCode
 from pipectl.runtime.layout import Tensors
-from pipectl.runtime.saved_tensors import SavedTensors, run_backward, unpack
+from pipectl.runtime.saved_tensors import SavedTensors, run_backward, sparse_error, unpack
 from pipectl.runtime.stage_code import WeightHalf, split_backwards
 from pipectl.runtime.versions import Version
 from pipectl.runtime.written import copy_written, keep_written
@@ -241,10 +243,25 @@ class Segment:
         live = self.kept.pop(micro_batch)
         assert isinstance(live, Live)
         leaves = self.leaves if live.version is None else live.version.leaves.values()
-        returned = live.backward(leaves, gradients, weight, scale)
+        try:
+            returned = live.backward(leaves, gradients, weight, scale)
+        except RefusedError as error:
+            if error.refusal is not Refusal.SPARSE:
+                raise
+            raise sparse_error(self._sparse(live.version)) from None
         if live.weight_half is not None and live.weight_half.roots:
             self.kept[micro_batch] = live.weight_half
         return returned, live.version
+
+    def _sparse(self, version: Version | None) -> str:
+        """Name the first parameter that has a sparse gradient."""
+        for bound in self.codes.values():
+            states: Sequence[Tensor] = bound.arguments
+            used = states if version is None else version.replaced_in(states)
+            for slot, leaf in zip(bound.code.states, used, strict=True):
+                if leaf.grad is not None and leaf.grad.layout is not torch.strided:
+                    return own_name(bound.cut.graph.states[slot.value].name)
+        return ""
 
     def finish_backward(self, micro_batch: int) -> None:
         """Run the second half of a backward: the deferred gradients of weights."""
