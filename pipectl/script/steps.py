@@ -68,8 +68,8 @@ def steps_of(parts: Parts) -> Steps:
     ends, unread = ends_of(parts), unread_jumps(parts)
     for loop, number, statement, over_data in unread:
         if over_data and statement != "continue":
-            words = f"when this `{statement}` ends the loop over the data is not known"
-            return Steps(None, words, (loop.file, number))
+            words = f"when the `{statement}` in line {number} ends this loop is not known"
+            return Steps(None, words, _key(loop))
     found = _count(parts, ends)
     if not any(ends) or found.counts is None:
         return found.steps
