@@ -69,7 +69,8 @@ HIDING_APART = {
     **of("Hiding"),
     "pipeline": {"micro_batches": 2, "stages": 1, "backward": "apart"},
 }
-"""It has to recompute, too: what a function keeps in attributes does not travel."""
+"""It has to recompute, too: what a function keeps in attributes does not travel. Its layers
+are used twice, and ranks sum the gradients of each use apart."""
 UNEQUAL = {
     **of("Model", "Counted"),
     "loss": f"{PARTS}:counted_loss",
@@ -83,7 +84,7 @@ TRAININGS: dict[str, tuple[int, dict[str, Any], float]] = {
     "a loss with weights of its own": (2, {**of("Model"), "loss": f"{PARTS}:Tempered"}, 0.0),
     "checkpointed as one operator": (2, of("Checkpointed", opaque=["part"]), 0.0),
     "checkpointed as one operator, backwards apart": (2, KEPT_APART, 0.0),
-    "tensors in attributes, backwards apart": (2, HIDING_APART, 0.0),
+    "tensors in attributes, backwards apart": (2, HIDING_APART, 1e-6),
     "reentrant": (2, of("Checkpointed", opaque=["part"], kwargs={"reentrant": True}), 0.0),
     "backwards that run a part again": (2, {**of("Reversed"), "pipeline": COPIES}, 1e-6),
     "more than tensors in a state dict": (2, of("Described"), 0.0),
