@@ -187,15 +187,23 @@ def loops_at(place: Place) -> list[Loop]:
 def function_at(place: Place) -> ast.AST:
     """The innermost function that holds a line; all statements of the file outside of any."""
     file, line = place
-    return max(
-        (
-            node
-            for node in ast.walk(tree_of(file))
-            if isinstance(node, ast.FunctionDef) and node.lineno <= line <= (node.end_lineno or 0)
-        ),
-        key=lambda node: node.lineno,
-        default=tree_of(file),
-    )
+    return part_around(file, line, line, (ast.FunctionDef,))
+
+
+def part_around(
+    file: str,
+    first: int,
+    last: int,
+    kinds: tuple[type[ast.AST], ...] = (ast.For, ast.While, ast.FunctionDef),
+) -> ast.AST:
+    """The innermost loop or function that holds some lines; all statements of the file outside of
+    any.
+    """
+    tree = tree_of(file)
+    around: list[Any] = [node for node in ast.walk(tree) if isinstance(node, kinds)]
+    around = [node for node in around if node.lineno <= first and last <= (node.end_lineno or 0)]
+    part: ast.AST = max(around, key=lambda node: node.lineno, default=tree)
+    return part
 
 
 def _around(file: str, line: int, kinds: tuple[type[ast.AST], ...]) -> Iterator[Any]:
@@ -346,11 +354,9 @@ def hand_set(script: Path, option: str = "lr") -> list[tuple[str, int]]:
     files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
     for file in dict.fromkeys((str(script), *files)):
         if file and Path(file).is_relative_to(script.parent) and is_user_code(file):
-            with suppress(OSError, SyntaxError, ValueError):
-                tree = ast.parse(read_source(Path(file)))
-                stored = (node for node in ast.walk(tree) if isinstance(node, ast.Subscript))
-                lines = sorted(node.lineno for node in stored if _sets(node, option))
-                found += [(file, line) for line in lines]
+            stored = (node for node in ast.walk(tree_of(file)) if isinstance(node, ast.Subscript))
+            lines = sorted(node.lineno for node in stored if _sets(node, option))
+            found += [(file, line) for line in lines]
     return found
 
 

@@ -11,7 +11,6 @@ import copy
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,8 +19,8 @@ from torch.optim.optimizer import Optimizer
 
 from pipectl.faults import is_user_code
 from pipectl.script.hooks import Seen
+from pipectl.script.loops import Loop, part_around, tree_of
 from pipectl.script.values import value_of
-from pipectl.spec.code import read_source
 
 
 def cut_down(optimizer: Optimizer, tensors: Mapping[int, nn.Parameter]) -> Optimizer:
@@ -143,17 +142,13 @@ def steps_with_optimizer(seen: Seen, schedule: Any) -> bool | None:
     for code, scope, own, line in seen.frames:
         if not is_user_code(code.co_filename):
             continue
-        try:
-            tree = ast.parse(read_source(Path(code.co_filename)))
-        except (OSError, SyntaxError, ValueError):
-            continue
-        part, is_loop = _part_around(tree, line)
-        for node in ast.walk(tree):
+        part = part_around(code.co_filename, line, line)
+        for node in ast.walk(tree_of(code.co_filename)):
             stepped = _stepped(node)
             target = None if stepped is None else value_of(stepped, {**scope, **own})
             if target is not None and schedule in (target, getattr(target, "scheduler", None)):
                 found = bool(found) or (not in_loop and _contains(part, node))
-        in_loop = in_loop or is_loop
+        in_loop = in_loop or isinstance(part, Loop)
     return found
 
 
@@ -162,18 +157,6 @@ def _stepped(node: ast.AST) -> ast.expr | None:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         return node.func.value if node.func.attr == "step" else None
     return None
-
-
-def _part_around(tree: ast.AST, line: int) -> tuple[ast.AST, bool]:
-    """Return the innermost loop or function around a line, and whether it is a loop."""
-    kinds = ast.For, ast.While, ast.FunctionDef
-    around = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, kinds) and node.lineno <= line <= (node.end_lineno or node.lineno)
-    ]
-    part = max(around, key=lambda node: node.lineno, default=tree)
-    return part, isinstance(part, ast.For | ast.While)
 
 
 def _contains(outer: ast.AST, inner: ast.AST) -> bool:

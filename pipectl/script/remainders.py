@@ -18,10 +18,10 @@ from pipectl.script.loops import (
     Frame,
     is_over_data,
     loops_around,
+    part_around,
     statements_around,
     statements_in,
     trains_itself,
-    tree_of,
 )
 from pipectl.script.optimizers import unwrapped
 from pipectl.script.program import Place
@@ -61,15 +61,7 @@ def steps_rest(
 def _stepped_after(loop: Around) -> Iterator[ast.expr]:
     """Yield what is stepped after a loop, before the same function ends or the loop comes again."""
     end: int = loop.node.end_lineno
-    around = [
-        node
-        for node in ast.walk(tree_of(loop.file))
-        if isinstance(node, ast.For | ast.While | ast.FunctionDef)
-        and node.lineno < loop.node.lineno
-        and end <= (node.end_lineno or 0)
-    ]
-    part = max(around, key=lambda node: node.lineno, default=tree_of(loop.file))
-    for node in ast.walk(part):
+    for node in ast.walk(part_around(loop.file, loop.node.lineno - 1, end)):
         if isinstance(node, ast.Call) and node.lineno > end:
             function = node.func
             if isinstance(function, ast.Attribute) and function.attr == "step":

@@ -334,13 +334,19 @@ def test_what_waits_for_a_driver_that_is_gone_never_starts(start):
     assert "never started" in get_statuses(runs, time.time())[1].job.reason
 
 
-def test_a_resumed_job_may_get_a_container_and_its_micro_batches_stay(cli, profile, queue):
-    """Its runtime is chosen as by submit, also where the plan is made again."""
+def submit_planned(cli, profile):
+    """Submit a job whose number of micro-batches is planned; the run."""
     planned = "pipeline.micro_batches=~"
     key = profile_key(load(Path("job.yaml"), [planned]))
     replace(Profile.load(profile), key=key).save(profile)
     assert cli(*SUBMIT, "--set", planned).code == 0
     (run,) = runs()
+    return run
+
+
+def test_a_resumed_job_may_get_a_container_and_its_micro_batches_stay(cli, profile, queue):
+    """Its runtime is chosen as by submit, also where the plan is made again."""
+    run = submit_planned(cli, profile)
     before = Plan.load(run.plan)
     assert cli("cancel", run.name).code == 0
     run.start.begun.touch()
@@ -355,11 +361,7 @@ def test_a_resumed_job_may_get_a_container_and_its_micro_batches_stay(cli, profi
 
 def test_a_resume_that_the_ranks_would_refuse_is_refused_at_once(cli, profile, queue):
     """Micro-batches keep their size, and steps that are done stay."""
-    planned = "pipeline.micro_batches=~"
-    key = profile_key(load(Path("job.yaml"), [planned]))
-    replace(Profile.load(profile), key=key).save(profile)
-    assert cli(*SUBMIT, "--set", planned).code == 0
-    (run,) = runs()
+    run = submit_planned(cli, profile)
     before, job = Plan.load(run.plan), run.job.read_text()
     size, batch = before.micro_batch_size, before.batch_size
     assert size == 1
