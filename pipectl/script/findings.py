@@ -336,9 +336,6 @@ def _add_rest(parts: Parts, found: Findings, compared: Compared) -> None:
         words = "set in the loop: in the job, what is frozen at the first step stays frozen, and "
         words += "nothing else is frozen later"
         found.differs.append(Finding("requires_grad", words, place))
-    if compared.keeps_gradients:
-        words = "no zero_grad() was seen; pipectl drops the gradients of every step"
-        found.differs.append(Finding("gradients", words, seen.stepped))
     if parts.batches_left:
         found.differs.append(Finding("accumulation", _words_of_rest(parts), seen.stepped))
 

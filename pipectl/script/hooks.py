@@ -3,6 +3,7 @@
 - ``nn.Module.__call__``: which module is called with what.
 - ``torch.autograd.backward`` (``Tensor.backward`` calls it): the loss. No gradients are computed;
   parameters get zeros that nobody can write to, so that what changes gradients by hand raises.
+  They are there again after a step, so that the next one shows whether the script drops them.
 - ``clip_grad_norm_`` and ``clip_grad_value_``: the largest norm or value.
 - ``DataLoader.__iter__``: the loader, its batches, and the random numbers it draws from.
 - ``itertools.cycle``: a loader whose first epoch is repeated.
@@ -11,7 +12,6 @@
 - ``GradScaler.scale``, ``unscale_``, ``step``, ``update``: the loss is recorded without a scale.
 - ``torch.autocast.__init__``: what is asked for, also where it is not available.
 - ``Optimizer.__init__``, ``LRScheduler.__init__``: which ones there are.
-- ``zero_grad`` of optimizers and modules: that there is one.
 - ``torch.compile``: changes nothing, since stages are compiled by ``training.compile``.
 - ``torch.set_num_threads``, ``torch.set_num_interop_threads`` (possible once in a process): do
   nothing; ``torch.set_default_device``: no accelerator.
@@ -44,7 +44,11 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.data import DataLoader
 
 from pipectl.errors import CaptureError
@@ -56,6 +60,7 @@ from pipectl.script.recorder import (
     Recorder,
     Recording,
     at,
+    memory_of,
     plain_device,
     script_place,
     script_places,
@@ -150,6 +155,12 @@ class Seen:
         optimizer: that stepped.
         frames: of the stack at that time, innermost first: code, globals, locals and line.
         leaves: tensors that the first step has gradients of, by their ids.
+        zeros: the gradients of parameters, by the ids of these.
+        held: parameters that had gradients after the last backward or step.
+        kept: parameters that still have those of a step at the first backward of the next one, and
+            the number of this.
+        dropped: parameters that no longer have those of a backward at the next one or at the step,
+            and the line of this.
         steps: of the optimizer until the script ends; they change no weights.
         ends: of every step so far: the number of recordings.
         options: of the optimizer's groups, before every step.
@@ -178,6 +189,9 @@ class Seen:
     frames: list[loops.Frame] = field(default_factory=list)
     leaves: dict[int, Tensor] = field(default_factory=dict)
     zeros: dict[int, Tensor] = field(default_factory=dict)
+    held: list[Tensor] = field(default_factory=list)
+    kept: list[tuple[Tensor, int]] = field(default_factory=list)
+    dropped: list[tuple[Tensor, Place]] = field(default_factory=list)
     stops: int = 0
     steps: int = 1
     ends: list[int] = field(default_factory=list)
@@ -192,6 +206,13 @@ class Seen:
     place: str = ""
     followed: ExitStack = field(default_factory=ExitStack)
     adapted: ExitStack = field(default_factory=ExitStack)
+
+    def has_gradient(self, parameter: Tensor) -> bool:
+        """Whether a parameter has a gradient that is not set to zero."""
+        gradient = parameter.grad
+        if gradient is None or gradient is not self.zeros.get(id(parameter)):
+            return False
+        return memory_of(gradient) not in self.recorder.zeroed
 
     @property
     def is_over(self) -> bool:
@@ -259,8 +280,11 @@ def hooked(seen: Seen) -> Iterator[None]:
         for target, name, new in _replacements(seen):
             if hasattr(target, name):
                 stack.enter_context(mock.patch.object(target, name, new))
-        handle = register_optimizer_step_pre_hook(lambda *call: _stop(seen, *call))
-        stack.callback(handle.remove)
+        for handle in (
+            register_optimizer_step_pre_hook(lambda *call: _stop(seen, *call)),
+            register_optimizer_step_post_hook(lambda *_: _give_gradients(seen, seen.held)),
+        ):
+            stack.callback(handle.remove)
         stack.enter_context(one_process())
         stack.enter_context(no_accelerator())
         stack.enter_context(seen.recorder)
@@ -319,8 +343,6 @@ def no_accelerator() -> Iterator[None]:
 def _replacements(seen: Seen) -> Iterator[tuple[Any, str, Any]]:
     call, clip = nn.Module.__call__, torch.nn.utils.clip_grad
     yield nn.Module, "__call__", _calling(seen, call)
-    yield nn.Module, "zero_grad", _dropping(seen, nn.Module.zero_grad)
-    yield Optimizer, "zero_grad", _dropping(seen, Optimizer.zero_grad)
     yield torch.autograd, "backward", lambda tensors, *a, **k: _backward(seen, tensors, a, k)
     for place in (torch.nn.utils, clip):
         yield place, "clip_grad_norm_", _clipper(seen, "norm")
@@ -367,14 +389,6 @@ def _calling(seen: Seen, original: Callable[..., Any]) -> Callable[..., Any]:
         return seen.recorder.call_module(original, module, args, kwargs)
 
     return call
-
-
-def _dropping(seen: Seen, original: Callable[..., None]) -> Callable[..., None]:
-    def drop(owner: Any, *args: Any, **kwargs: Any) -> None:
-        seen.recorder.drops += bool(seen.recorder.recordings)
-        original(owner, *args, **kwargs)
-
-    return drop
 
 
 def _set_default_device(original: Callable[..., None]) -> Callable[..., None]:
@@ -559,16 +573,41 @@ def _backward(seen: Seen, tensors: Any, args: Any, kwargs: Any) -> None:
             "single number, or with gradients of its own",
             hint="call backward() without arguments on one loss",
         )
+    _note_gradients(seen)
     seen.recorder.backward(several[0])
     if not seen.ends:
         seen.leaves.update((id(leaf), leaf) for leaf in _leaves_behind(several[0]))
+    own = (p for module in seen.recorder.training for p in module.parameters(recurse=False))
+    trained = {id(each): each for each in own if each.requires_grad}
     zero = torch.zeros(())
-    for module in seen.recorder.training:
-        for parameter in module.parameters(recurse=False):
-            is_new = id(parameter) not in seen.zeros or parameter.grad is None
-            if parameter.requires_grad and is_new:
-                zeros = zero.to(parameter.dtype).expand(parameter.shape)
-                parameter.grad = seen.zeros.setdefault(id(parameter), zeros)
+    for key in trained.keys() - seen.zeros.keys():
+        one = zero.to(trained[key].dtype, copy=True)
+        seen.zeros[key] = one.expand(trained[key].shape)
+        seen.recorder.gradients.add(memory_of(one))
+    _give_gradients(seen, list(trained.values()))
+
+
+def _give_gradients(seen: Seen, parameters: list[Tensor]) -> None:
+    """Let parameters have gradients, whether they were dropped or set to zero."""
+    seen.recorder.zeroed.clear()
+    seen.held = parameters
+    for parameter in parameters:
+        parameter.grad = seen.zeros[id(parameter)]
+
+
+def _note_gradients(seen: Seen) -> None:
+    """Note what a backward finds: gradients of the step before, or none of an earlier backward."""
+    ends, number = seen.ends, len(seen.recorder.recordings)
+    if number == (ends[-1] if ends else 0):
+        step = len(ends) + 1
+        seen.kept += [(each, step) for each in seen.held if seen.has_gradient(each)]
+    else:
+        _note_dropped(seen)
+
+
+def _note_dropped(seen: Seen) -> None:
+    place = script_place()
+    seen.dropped += [(each, place) for each in seen.held if not seen.has_gradient(each)]
 
 
 def _leaves_behind(loss: Tensor) -> Iterator[Tensor]:
@@ -616,14 +655,18 @@ def _stop(seen: Seen, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any
             frame = frame.f_back
         _refuse_changed_gradients(seen)
         seen.at_first(seen)
+    _note_dropped(seen)
     seen.options.append(options_of(optimizer))
     seen.ends.append(len(seen.recorder.recordings))
     if len(seen.ends) == seen.shortened:
         seen.patience_until = time.monotonic() + _PATIENCE_S
     if not seen.is_over:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None  # so the optimizer leaves it as it is
+        trained: list[Tensor] = [
+            each for group in optimizer.param_groups for each in group["params"]
+        ]
+        seen.held = [each for each in trained if seen.has_gradient(each)]
+        for parameter in trained:
+            parameter.grad = None  # so the optimizer leaves it as it is
         return ((args[0], lambda: value), {}) if callable(closure) else (args, kwargs)
     seen.stops += 1
     if seen.stops > _IGNORED_STOPS:
@@ -643,8 +686,10 @@ def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 def _refuse_changed_gradients(seen: Seen) -> None:
     assert seen.optimizer is not None
     groups = (group["params"] for group in seen.optimizer.param_groups)
+    held = {id(each) for each in seen.held}
     for parameter in itertools.chain.from_iterable(groups):
-        if parameter.grad is not None and parameter.grad is not seen.zeros.get(id(parameter)):
+        given = seen.zeros.get(id(parameter)) if id(parameter) in held else None
+        if parameter.grad is not given or memory_of(given) in seen.recorder.zeroed:
             raise CaptureError(
                 f"{at(seen.stepped)}: the gradients are changed between backward() and step()",
                 hint="pipectl can clip gradients (clip_grad_norm_), and nothing else",

@@ -112,7 +112,6 @@ class Compared:
         reason: why it is no more; empty if nothing is missing.
         place: of the script that the reason is about.
         epochs: the epochs that these steps and the last one are of: 1 or 2.
-        keeps_gradients: whether the script was not seen to drop the gradients of a step.
         draws: whether the first step draws random numbers.
         shapes: which tensor of a later batch has another shape than in the first one, if one has.
         evaluated: other data that the script reads after an epoch: in words, with their places and
@@ -126,7 +125,6 @@ class Compared:
     reason: str = ""
     place: Place | None = None
     epochs: int = 1
-    keeps_gradients: bool = False
     draws: bool = False
     shapes: str = ""
     evaluated: tuple[tuple[str, Place, str], ...] = ()
@@ -220,8 +218,10 @@ def compare_steps(command: Command, *, own_schedule: bool = False) -> Compared:
         return Compared(0, compared.reason)
     _set_modes(seen)
     steps = _steps_of(seen)
-    _refuse_written(seen, model_of(seen, steps[0].recordings[0]))
+    model = model_of(seen, steps[0].recordings[0])
+    _refuse_written(seen, model)
     _compare(seen, steps, compared)
+    _refuse_kept_gradients(seen, steps, model)
     _refuse_other_clips(seen, steps)
     _refuse_changed_options(command, seen, steps, rates)
     compared.epochs = steps[-1].epoch
@@ -233,7 +233,6 @@ def compare_steps(command: Command, *, own_schedule: bool = False) -> Compared:
     compared.others, compared.reorders = others.replace(_REORDERED, ""), others == _REORDERED
     compared.shapes = _other_shape([each for step in steps for each in step.recordings])
     compared.draws = steps[0].recordings[0].draws
-    compared.keeps_gradients = len(steps) > 1 and not seen.recorder.drops
     if compared.steps >= STEPS:
         compared.reason, compared.place = "", None
     elif not compared.reason:
@@ -459,6 +458,28 @@ def _refuse_written(seen: Seen, model: nn.Module) -> None:
                 "(torch.nn.utils.parametrize, for weights within limits), or leave it out; what "
                 "computes gradients twice in a step (SAM) is no pipeline",
             )
+
+
+def _refuse_kept_gradients(seen: Seen, steps: list[_Step], model: nn.Module) -> None:
+    """Refuse a script whose steps do not update by the gradients of their own batches."""
+    assert seen.optimizer is not None
+    names = {id(tensor): name for name, tensor in model.named_parameters()}
+    trained = {id(each) for group in seen.optimizer.param_groups for each in group["params"]}
+    for parameter, number in seen.kept[:1]:
+        step = next((each.name for each in steps if each.number == number), f"step {number}")
+        raise CaptureError(
+            f"{at(seen.stepped)}: {step} adds to the gradient of {names.get(id(parameter), '')} "
+            "that the step before has left, and a job drops all gradients after a step",
+            hint="call optimizer.zero_grad() once for every step, before its first backward() or "
+            "after the step",
+        )
+    for parameter, place in (each for each in seen.dropped if id(each[0]) in trained):
+        raise CaptureError(
+            f"{at(place)}: the gradient of {names.get(id(parameter), '')} by an earlier "
+            "backward() of this step is dropped before this line",
+            hint="call optimizer.zero_grad() once for every step, before its first backward() or "
+            "after the step, and backward() for what it trains on alone",
+        )
 
 
 def _refuse_other_clips(seen: Seen, steps: list[_Step]) -> None:

@@ -59,6 +59,8 @@ _DRAWS = {
     "randint", "randint_like", "randn", "randn_like", "randperm", "uniform_", "exponential_",
     "random_", "sample", "gumbel_softmax",
 }  # fmt: skip
+_ZEROES = {"zero_", "_foreach_zero_", "fill_"}
+"""Functions that set tensors to zero, ``fill_`` if it is told to."""
 _ELSEWHERE = {"cuda", "mps", "xpu", "hip", "npu", "hpu"}
 _SHAPED = {
     "view", "reshape", "expand", "zeros", "ones", "full", "empty", "rand", "randn", "arange",
@@ -176,14 +178,16 @@ class Recorder(TorchFunctionMode):
         decisions: lines that look at values of tensors.
         written: memory that is written outside of modules after the first ``backward()``, with the
             line; only of a recorder that follows.
-        drops: how often gradients were set, to None say, since then.
+        gradients: the memory of gradients, which nobody can write.
+        zeroed: that of those that were to be set to zero.
     """
 
     def __init__(self, *, follows: bool = False) -> None:
         super().__init__()
         self.follows = follows
         self.written: dict[int, Place] = {}
-        self.drops = 0
+        self.gradients: set[int] = set()
+        self.zeroed: set[int] = set()
         self.recordings: list[Recording] = []
         self.training: dict[nn.Module, bool] = {}
         self.buffers: dict[Tensor, Tensor] = {}
@@ -301,6 +305,8 @@ class Recorder(TorchFunctionMode):
         args = tuple(plain_device(arg) for arg in args)
         if getattr(func, "__name__", "") in _ELSEWHERE:  # tensor.cuda()
             return args[0]
+        if getattr(func, "__name__", "") in _ZEROES and self._zeroes_gradients(args):
+            return args[0]
         if self.follows and self.recordings and not self._depth:
             self._note_write(func, args)
         if self._depth or not (self._batches or self._entries):
@@ -357,11 +363,19 @@ class Recorder(TorchFunctionMode):
             return self._numbers(result, index)
         return result
 
+    def _zeroes_gradients(self, args: Any) -> bool:
+        """Note the gradients that a function sets to zero; whether there are any."""
+        if not all(isinstance(value, int | float) and not value for value in args[1:]):
+            return False
+        found = {memory_of(each) for _, each in leaves_of(args[0])} & self.gradients
+        self.zeroed |= found
+        return bool(found)
+
     def _note_write(self, func: Any, args: Any) -> None:
-        """Note what a function writes, weights for example, or that it sets gradients."""
+        """Note what a function writes, weights for example."""
         if getattr(getattr(func, "__self__", None), "__name__", "") in _NO_VALUES:
-            self.drops += func.__self__.__name__ == "grad" and func.__name__ == "__set__"
-        elif args and _writes(_name_of(func)):
+            return
+        if args and _writes(_name_of(func)):
             # module.to(device) sets what is there already.
             read = [] if func.__name__ != "__set__" else [memory_of(each) for each in args[1:]]
             for _, tensor in leaves_of(args[0]):

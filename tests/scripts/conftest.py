@@ -23,7 +23,7 @@ criterion = nn.CrossEntropyLoss()
 {before}
 for epoch in range({epochs}):
     for {names} in loader:
-        optimizer.zero_grad()
+        {drops}
 {loop}
         optimizer.step()
 """
@@ -39,11 +39,12 @@ class Refused:
     before: str = ""
     epochs: int = 1
     names: str = "x, y"
+    drops: str = "optimizer.zero_grad()"
 
     @property
     def script(self) -> str:
-        loop = indent(self.loop, "    ")
-        return COMMON.format(before=self.before, loop=loop, epochs=self.epochs, names=self.names)
+        own = {key: getattr(self, key) for key in ("before", "epochs", "names", "drops")}
+        return COMMON.format(loop=indent(self.loop, "    "), **own)
 
 
 REFUSED = {
@@ -266,6 +267,45 @@ REFUSED |= {
         "optimizer = torch.optim.SGD(model[2].parameters(), 0.1)",
     ),
 }
+STEPPED = "\n    optimizer.step()  # here\n    {}\n    continue"
+REFUSED |= {
+    f"gradients kept: {name}": Refused(
+        f"{step} adds to the gradient of {weight} that the step before has left",
+        f"{BACKWARD}{STEPPED.format(after)}",
+        epochs=epochs,
+        drops=drops,
+        before="step = 0",
+    )
+    for name, step, weight, drops, after, epochs in (
+        ("never dropped", "step 2", "0.weight", "step += 1", "pass", 1),
+        ("dropped in a part", "step 2", "0.weight", "model[2].zero_grad()", "pass", 1),
+        ("dropped but in a part", "step 2", "2.bias", "pass", "model[2].weight.grad = None; "
+         "model[0].zero_grad(set_to_none=False)", 1),
+        ("dropped by epochs", "step 2", "0.weight", "if y is loader: step = 0", "pass", 2),
+        ("dropped now and then", "step 3", "0.weight", "step += 1",
+         "if step % 3 == 1: optimizer.zero_grad()", 1),
+        ("but in a second epoch", "the first step of a second epoch", "0.weight",
+         "if not epoch: optimizer.zero_grad()", "pass", 2),
+    )
+}  # fmt: skip
+REFUSED |= {
+    "gradients dropped before each of several backwards": Refused(
+        "the gradient of 0.weight by an earlier backward() of this step is dropped",
+        "    loss = criterion(model(x), y)\n    loss.backward()  # here\n    step += 1\n"
+        "    if step % 2: continue",
+        "step = 0",
+    ),
+    "gradients dropped before the step": Refused(
+        "the gradients are changed",
+        f"{BACKWARD}\n    model[2].bias.grad = None{STEPPED.format('pass')}",
+    ),
+    "gradients set to zero before a later step": Refused(
+        "the gradient of 2.bias by an earlier backward() of this step is dropped",
+        f"{BACKWARD}\n    step += 1\n    if step == 2: model[2].bias.grad.zero_()"
+        f"{STEPPED.format('pass')}",
+        "step = 0",
+    ),
+}
 CLOSURES = """
     def closure():
         loss = criterion(model(x), y)
@@ -329,7 +369,9 @@ FOLLOWED = {
         f"{BACKWARD}\n    if step: torch.save(model.state_dict(), 'model.pt')\n    step += 1",
         "step = 0",
     ),
-    "closures": Refused("the script ends after 2", CLOSURES, "step = 0"),
+    "closures": Refused(
+        "the script ends after 2", CLOSURES, "step = 0", drops="if step % 2 == 0: model.zero_grad()"
+    ),
     "batches of a class": Refused(
         "",
         "    loss = criterion(net(batch.moved()), batch.y)\n    loss.backward()",
@@ -370,7 +412,25 @@ net = Net()
         names="batch",
     ),
     "a model that is moved": Refused("", f"{BACKWARD}\n    model.to('cpu')"),
-    "gradients set to zero": Refused("", f"    optimizer.zero_grad(set_to_none=False)\n{BACKWARD}"),
+    **{
+        f"gradients dropped: {name}": Refused("", f"{BACKWARD}{STEPPED.format(after)}", drops=drops)
+        for name, drops, after in (
+            ("set to zero", "optimizer.zero_grad(set_to_none=False)", "pass"),
+            (
+                "together",
+                "optimizer.zero_grad(set_to_none=False)",
+                "optimizer.defaults['foreach'] = True",
+            ),
+            ("of the model, after the step", "pass", "model.zero_grad(set_to_none=False)"),
+            ("by hand", "pass", "for p in model.parameters(): p.grad = None"),
+            (
+                "to zero by hand",
+                "for p in model.parameters(): p.grad is None or p.grad.data.zero_()",
+                "pass",
+            ),
+            ("to zeros", "pass", "for p in model.parameters(): p.grad = torch.zeros_like(p)"),
+        )
+    },
     "other random numbers": Refused(
         "draws random numbers in another order than pipectl does",
         f"    torch.rand(2)\n    loss = criterion(model(x + torch.randn_like(x)), y)\n{ALIKE}",
@@ -453,7 +513,7 @@ for epoch in range(9):
 @pytest.fixture
 def beginning():
     """What precedes the loop."""
-    return COMMON.format(before="", loop="", epochs=1, names="x, y").partition("for epoch")[0]
+    return Refused("", loop="").script.partition("for epoch")[0]
 
 
 @pytest.fixture

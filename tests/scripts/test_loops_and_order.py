@@ -725,7 +725,7 @@ def test_what_is_only_computed_of_a_whole_batch_is_named(found_in, beginning, tm
     text = (
         "for x, y in loader:\n    z = model(x)\n"
         "    loss = (z @ z.T - torch.eye(4 * 2)).pow(2).mean()  # here\n"
-        "    loss.backward()\n    optimizer.step()"
+        "    loss.backward()\n    optimizer.step()\n    optimizer.zero_grad()"
     )
     command = written(tmp_path, beginning, text)
     found = found_in(command)

@@ -222,7 +222,6 @@ def test_a_second_epoch_is_looked_at_and_sums_are_told_from_means(epochs, tmp_pa
     command = Command(str(path))
     compared, parts = compare_steps(command), Parts.of(command)
     assert "and of the first one of a second epoch" in compared.sentence
-    assert not compared.keeps_gradients
     assert kind_of_loss(parts) is kind
     assert findings_of(parts, compared).loss == ({"weight": "sum"} if kind is Kind.SUM else {})
 

@@ -274,7 +274,7 @@ def test_batches_that_must_stay_whole_do_in_the_job(beginning, tmp_path):
     text = (
         "for x, y in loader:\n    z = model(x)\n"
         "    loss = (z @ z.T - torch.eye(len(z))).pow(2).mean()\n"
-        "    loss.backward()\n    optimizer.step()"
+        "    loss.backward()\n    optimizer.step()\n    optimizer.zero_grad()"
     )
     command = written(tmp_path, beginning, text)
     assert findings_of(Parts.of(command), compare_steps(command)).micro_batches == 1
