@@ -231,9 +231,9 @@ def _check_unchanged(run: RunDirectory, record: Record, before: JobSpec, spec: J
             hint="leave it out, or submit a new run: "
             f"pipectl submit {run.job} --scheduler {scheduler}",
         )
-    old, new = (job.model.reference for job in (before, spec))
-    key = "model.factory" if old != new else "model.kwargs"
-    changes = old != new or before.model.kwargs != spec.model.kwargs
+    old, new = before.model, spec.model
+    key = "model.factory" if old.factory != new.factory else "model.kwargs"
+    changes = (old.factory, old.kwargs) != (new.factory, new.kwargs)
     if changes and last_checkpoint(run) is not None:
         raise UsageError(
             f"{run.name}: {key} has changed, but its checkpoints belong to the earlier model",

@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from pipectl.spec import argument_paths, references, types
+from pipectl.spec import argument_paths, types
 
 
 class Factory(types.Section):
@@ -51,11 +51,6 @@ class Factory(types.Section):
     @classmethod
     def __get_pydantic_json_schema__(cls, core: Any, handler: Any) -> dict[str, Any]:
         return {"anyOf": [handler.resolve_ref_schema(handler(core)), _SHORT]}
-
-    @property
-    def reference(self) -> references.Reference:
-        """What `factory` names."""
-        return references.parse(self.factory)
 
 
 _SHORT = {"title": "./file.py:name or package.module:name", "type": "string", "pattern": ":"}

@@ -242,7 +242,7 @@ def test_ranks_find_it_by_the_job_of_their_run_directory_until_it_changes(
     found = CapturedJob(kept)
     assert type(given.model).__name__ == type(found.model).__name__ == "Model"
     assert torch.equal(given.loader.example(8)[0], found.loader.example(8)[0])  # what it draws
-    assert kept.model.reference == spec.model.reference
+    assert kept.model.factory == spec.model.factory
     before = profile_key(spec)
     assert profile_key(kept) == before
     with (job.parent / "ownnet" / "layers.py").open("a") as file:

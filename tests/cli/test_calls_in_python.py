@@ -85,7 +85,7 @@ def test_paths_are_relative_to_the_job_file_or_to_where_the_job_was_made(job, pl
     from_file, again = pipectl.Job(place / "job.yaml", **weights), pipectl.Job(made, **weights)
     for each in (from_file, again):
         assert Path(each._spec.model.weights) == place / "w"
-        assert each._spec.model.reference.root == place
+        assert each._spec.model.factory == f"{place}/model:build"
     assert from_file._spec.output.directory == again._spec.output.directory == str(there / "runs")
     assert made._spec.output.directory == str(place / "runs")
 
