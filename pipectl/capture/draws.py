@@ -33,7 +33,9 @@ from pipectl.capture.python_state import own_generators
 from pipectl.capture.randomness import (
     LIBRARY_GENERATORS,
     SHARED_GENERATORS,
+    generator_state,
     reseeded,
+    set_state,
     states_of,
 )
 from pipectl.capture.refusals import Refusal, place_at, running_line
@@ -59,6 +61,8 @@ _BETWEEN = (
     *FILES_THAT_CALL,
 )
 """Files of functions that draw or seed for whoever calls them."""
+_OF_STATES = {"getstate", "setstate", "get_state", "set_state"}
+"""Functions of the shared generators that draw nothing."""
 _NAMESPACES = {
     "_c10d_functional", "_c10d_functional_autograd", "aten", "c10d", "mkl", "mkldnn", "onednn",
     "prim", "prims", "profiler", "quantized", "quantized_decomposed", "rngprims", "sparse",
@@ -80,38 +84,60 @@ def refused_draws(wrapper: nn.Module, *, locates: bool = False) -> Iterator[None
     """
     own = own_generators(wrapper)  # the use of those of torch is seen as an argument
     generators = [*LIBRARY_GENERATORS, *(g for g in own if not isinstance(g, torch.Generator))]
-    known = states_of(generators)
-
-    def has_drawn() -> bool:
-        return states_of(generators) != known
-
-    def refuse_all_but_torch(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal known
-            if not is_torch_code(sys._getframe(1).f_code.co_filename):
-                raise Refusal.DRAW.error()
-            if has_drawn():
-                raise Refusal.DRAW.error("")
-            result = function(*args, **kwargs)
-            known = states_of(generators)
-            return result
-
-        return call
+    states = _States(generators)
 
     def refuse(refusal: Refusal) -> None:
         raise refusal.error()
 
     with ExitStack() as stack:
         for module, name, function in _library_functions():
-            patched = refuse_all_but_torch(function)
-            stack.enter_context(mock.patch.object(module, name, patched))
+            stack.enter_context(mock.patch.object(module, name, states.guarded(function)))
         stack.enter_context(watched_entropy(partial(refuse, Refusal.DRAW)))
         stack.enter_context(watched_seeds(partial(refuse, Refusal.SEED), of_any=True))
         if locates:
-            stack.enter_context(_located(has_drawn))
+            stack.enter_context(_located(states.have_changed))
         yield
-        if has_drawn():
+        if states.have_changed():
             raise Refusal.DRAW.error("")
+
+
+class _States:
+    """The states of generators, which only torch may change through the shared ones."""
+
+    def __init__(self, generators: Sequence[Any]) -> None:
+        self._generators = generators
+        self._first = self._known = states_of(generators)
+
+    def have_changed(self) -> bool:
+        """Return whether somebody has drawn in another way than by guarded functions."""
+        return states_of(self._generators) != self._known
+
+    def guarded(self, function: Any) -> Callable[..., Any]:
+        """Return a function of ``random`` or ``numpy.random`` that only torch may call.
+
+        Others may read a state, and set what it is or was at first: torch.compile does so from
+        whatever line it has reached.
+
+        Raises:
+            RefusedError: from the function.
+        """
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            is_torch = is_torch_code(_caller().f_code.co_filename)
+            if not is_torch and function.__name__ not in _OF_STATES:
+                raise Refusal.DRAW.error()
+            if self.have_changed():
+                raise Refusal.DRAW.error("")
+            before = generator_state(function.__self__)
+            result = function(*args, **kwargs)
+            after = states_of(self._generators)
+            if not is_torch and after not in (self._first, self._known):
+                set_state(function.__self__, before)
+                raise Refusal.DRAW.error()
+            self._known = after
+            return result
+
+        return call
 
 
 def is_custom(target: Any) -> bool:
