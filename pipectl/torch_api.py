@@ -7,11 +7,12 @@ torch 2.8 to 2.15.
 
 from __future__ import annotations
 
+import sys
 import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -642,6 +643,18 @@ def untouched_by_modes() -> AbstractContextManager[Any]:
 def without_modes() -> AbstractContextManager[Any]:
     """Return a context in which operators reach no mode."""
     context: AbstractContextManager[Any] = _disable_current_modes()
+    return context
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Return a context in which ``torch.compile``, which ``torch.cond`` calls, compiles nothing.
+
+    Where a mode sees the operators, it would give up its code for good: every later call of
+    ``torch.cond`` in the process would fail.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    context: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return context
 
 

@@ -302,6 +302,23 @@ class Regions(nn.Module):
         return y.sum() + z.sum() + h.sum() + c.sum()
 
 
+def test_branches_under_a_mode_that_sees_operators_leave_later_ones_as_they_are() -> None:
+    class Mode(api.TorchDispatchMode):
+        supports_higher_order_operators = True
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    def choose(x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+
+    x = torch.ones(3)
+    expected = choose(x)  # loads the compiler
+    with api.uncompiled(), Mode():
+        assert torch.equal(choose(x), expected)
+    assert torch.equal(choose(x), expected)
+
+
 def test_an_export_shows_regions_and_gives_the_states_of_lstms_their_sizes() -> None:
     marks: list[object] = []
 

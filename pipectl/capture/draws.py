@@ -156,6 +156,8 @@ class WatchedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         calls: how often each was called.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, generators: Sequence[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.shared, self.own = set[OpOverload](), set[OpOverload]()

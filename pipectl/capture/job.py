@@ -64,7 +64,7 @@ from pipectl.faults import fault_of, is_ours
 from pipectl.script import Parts
 from pipectl.spec import JobSpec
 from pipectl.spec.code_sections import Factory
-from pipectl.torch_api import pytree
+from pipectl.torch_api import pytree, uncompiled
 
 _TOO_SMALL = Refusal.SINGLE_VALUE, Refusal.ONE_SAMPLE
 _CPU = torch.device("cpu")
@@ -408,7 +408,7 @@ class CapturedJob:
         watched = WatchedDraws(own_generators(self.wrapper))
         with preserve_state(self.wrapper, self.wrapper.buffers()), suppress(Exception):
             seed_everything(0)
-            with torch.set_grad_enabled(self.wrapper.training), watched:
+            with torch.set_grad_enabled(self.wrapper.training), uncompiled(), watched:
                 result = self.wrapper(*pytree.tree_map_only(Tensor, Tensor.clone, batch))
             counts = Counter[Any](node.target for node in operators)
             missed = {each for each in counts if watched.calls[each] < counts[each]}

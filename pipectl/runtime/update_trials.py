@@ -33,7 +33,7 @@ from pipectl.runtime.optimizer import (
     restore_state,
     state_of,
 )
-from pipectl.torch_api import TorchDispatchMode
+from pipectl.torch_api import TorchDispatchMode, uncompiled
 
 _MAX_ALIKE = 2
 """Parameters with the same number of dimensions that are in the same group."""
@@ -279,7 +279,7 @@ def _draws(job: CapturedJob, sample: _Sample, device: torch.device) -> bool:
             for _ in range(_PHASES[0].steps):
                 for name, parameter in parameters.items():
                     parameter.grad = gradients[name].of(_PHASES[0])
-                with watch:
+                with uncompiled(), watch:
                     optimizer.step()
         except Exception:  # it may not run in such a mode
             return False

@@ -608,7 +608,9 @@ def test_custom_operators_are_seeded_only_where_they_may_draw(
     name = f"seeded_{abs(hash((terms, gradient, code)))}"
     custom = CUSTOM.format(name=name, term=terms, gradient=gradient)
     path = write_modules({"Seeded": code.format(name)}, custom)
-    graph = make_job(f"{path}:WholeSeeded").training_graph(4)
+    job = make_job(f"{path}:WholeSeeded")
+    graph = job.training_graph(4)
+    job.wrapper(*job.loader.example(4))  # as before: torch.cond, for one, compiles its code
     cut = Cut(graph, {node.name: 0 for node in graph.operators}, training=True)
     found: Any = build_stage(cut, 0, 4).module
     calls = [node.target for node in found.graph.nodes if node.op == "call_function"]
