@@ -297,6 +297,10 @@ class Scheduler(ABC):
         """
         return None
 
+    def requeue_pause_s(self, request: JobRequest) -> float:  # noqa: ARG002
+        """Return for how long the system holds a job back that it has requeued."""
+        return 0.0
+
 
 class CommandLineScheduler(Scheduler):
     """A batch system used through its command line tools."""

@@ -42,6 +42,7 @@ from pipectl.batch.slurm_output import (
     numbers_of,
     parse_bookings,
     parse_closed,
+    parse_requeue_pause,
     parse_sacct,
     parse_sinfo,
     parse_squeue,
@@ -270,6 +271,13 @@ class SlurmScheduler(CommandLineScheduler):
             return start
         is_sure = walltime_s is not None and expected.is_sure and _is_simple(request)
         return expected.start if is_sure else max(start, expected.start)
+
+    def requeue_pause_s(self, request: JobRequest) -> float:
+        """See :meth:`Scheduler.requeue_pause_s`."""
+        clusters = self.clusters_of(request)
+        where, variables = ([], {}) if _are_several(clusters) else self._on(clusters)
+        done = self._run("scontrol", *where, "show", "config", variables=variables)
+        return parse_requeue_pause("" if done.returncode else done.stdout)
 
     def _ask_bookings(self, clusters: str) -> Bookings | None:
         """Return who has the nodes of a cluster; None if that cannot be told."""

@@ -53,6 +53,9 @@ _COUNT = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([KM]?)")
 _START = re.compile(r" to start at (\S+)")
 _FIELD = re.compile(r"(\w+)=(\S*)")
 _SETTING = re.compile(r"(\w+) *= (.*)")
+_EXPIRES = re.compile(r"\bcred_expire=(\d+)")
+_EXPIRES_S = 120
+"""What Slurm takes for cred_expire if that is not set."""
 _HOSTS = re.compile(r"(?:[^,\[\]]|\[[^\]]*\])+")
 _RANGES = re.compile(r"\[([0-9]{1,9}(?:[,-][0-9]{1,9})*)\]")
 _NO_HOSTS = frozenset({"", "(null)", "n/a", "None assigned"})
@@ -230,6 +233,16 @@ def parse_closed(stdout: str, account: str | None, qos: str) -> set[str]:
             if own and "PartitionName" in fields and (not is_allowed or own.lower() in denied):
                 closed.add(fields["PartitionName"])
     return closed
+
+
+def parse_requeue_pause(config: str) -> float:
+    """Return for how long requeued jobs are held back (``cred_expire`` in slurm.conf(5)).
+
+    Args:
+        config: ``scontrol show config``.
+    """
+    found = _EXPIRES.search(dict(_SETTING.findall(config)).get("AuthInfo", ""))
+    return float(found[1] if found else _EXPIRES_S) + 1
 
 
 def parse_bookings(jobs: str, nodes: str, reservations: str | None, config: str | None) -> Bookings:

@@ -3,7 +3,8 @@
 The steps take the time that is predicted for the best plan on so many nodes; to these come the
 pauses of the latest run of the job (:mod:`pipectl.runs.pauses`). A start of a run ends
 ``checkpoint.lead_time`` before its walltime. If the training is not done by then, the run is
-requeued, and taken to wait as long as before its first start.
+requeued, and taken to wait as long as before its first start, or as long as the batch system holds
+back what is requeued.
 """
 
 from __future__ import annotations
@@ -396,7 +397,10 @@ class _Questions:
         if starts_at is None:
             return replace(row, reason=f"{self._system.title} does not say when it would start")
         starts_at = max(starts_at, self._now)
-        waits_s = (row.requeues + 1) * (starts_at - self._now)
+        waits_s = starts_at - self._now
+        if row.requeues:
+            pause_s = self._system.requeue_pause_s(request)
+            waits_s += row.requeues * max(waits_s, pause_s)
         return replace(row, starts_at=starts_at, done_at=self._now + waits_s + row.run_s)
 
 

@@ -79,13 +79,8 @@ class Scene:
             changes = {"walltime": 600, **yaml.safe_load(f"{{{text}}}")}
             warning = self.scheduler.check(self.make_request(**changes))
             return warning.splitlines() or ["fits"]
-        if what == "forecast":
-            name, _, changes = text.partition(": ")
-            name, _, is_local = name.partition(" ")
-            request = self.make_request(**yaml.safe_load(f"{{{changes}}}"))
-            queue = next(each for each in self.scheduler.queues() if each.name == name)
-            start = self.scheduler.forecast(request, queue, 1795228000.0)
-            return [datetime.fromtimestamp(start or 0.0) if is_local else start]
+        if what in {"forecast", "pause"}:
+            return [self.expected(what, text)]
         if what == "who":
             queues = self.scheduler.queues_for(self.make_request(**yaml.safe_load(f"{{{text}}}")))
             return [f"{each.name}: {'yes' if each.for_user else 'no'}" for each in queues]
@@ -97,6 +92,17 @@ class Scene:
             array_id, index = text.split()
             return [self.scheduler.task_id(array_id, int(index))]
         return [getattr(self.scheduler, what)(text.encode().decode("unicode_escape"))]
+
+    def expected(self, what, text):
+        """What the scheduler says of a job that would be submitted."""
+        name, _, changes = text.partition(": ")
+        name, _, is_local = name.partition(" ")
+        request = self.make_request(**yaml.safe_load(f"{{{changes}}}"))
+        if what == "pause":
+            return self.scheduler.requeue_pause_s(request)
+        queue = next(each for each in self.scheduler.queues() if each.name == name)
+        start = self.scheduler.forecast(request, queue, 1795228000.0)
+        return datetime.fromtimestamp(start or 0.0) if is_local else start
 
     def ask(self, question):
         """The answer or the error, and what was run."""

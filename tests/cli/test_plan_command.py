@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
@@ -82,6 +83,25 @@ def test_a_batch_system_that_does_not_answer_is_asked_for_one_start(
     said = [(row["nodes"], row["starts_at"], row["reason"]) for row in found["rows"]]
     assert said == [(nodes, None, "sbatch: no answer within 1 s") for nodes in (1, 2, 4)]
     assert Path("asked").read_text() == "asked\n"
+
+
+def test_requeues_wait_at_least_as_long_as_slurm_holds_them_back(cli, profile, slurm):
+    slurm("sinfo", "echo 'debug*|1:00:00|4|4|4000|(null)|up|1-infinite|no|all'")
+    slurm("scontrol", "echo 'AuthInfo = cred_expire=600'")
+    options = (
+        "--compare=1",
+        "--set=pipeline.stages=auto",
+        "--set=training.steps=20000",
+        "--scheduler=slurm",
+        "--json",
+    )
+    for waits_s, pause_s in ((1000, 1000), (100, 601)):
+        start = int(time.time()) + waits_s
+        slurm("sbatch", f"echo sbatch: Job 1 to start at {start} using 1 processors >&2")
+        row = cli("plan", "job.yaml", "--when", *options).json["rows"][0]
+        waited_s = row["done_at"] - row["starts_at"] - row["run_s"]
+        assert row["requeues"] > 0
+        assert waited_s == pytest.approx(row["requeues"] * pause_s, rel=0.1)
 
 
 def test_a_corrected_profile_is_written_with_its_plan_alone(cli, profile, recorded, monkeypatch):
