@@ -22,8 +22,7 @@ class Traits:
         shared: trained parameters that several operators use, by their names in the user's model,
             with the number of these operators.
         half: whether some operators run in half precision by an autocast inside the model.
-        script_samples: those that the job's script takes in a step; None if something else than the
-            script makes a part of the job, or the order of the samples.
+        script_samples: those that the job's script takes in a step; None without one.
     """
 
     random: tuple[str, ...]
@@ -48,5 +47,5 @@ def find_traits(spec: JobSpec, samples: int) -> Traits:
     random = [node.name for node in graph.operators if is_random(node, graph.root)]
     autocasts = (setting for node in graph.operators for setting in region_of(node).autocasts)
     half = any(setting.enabled for setting in autocasts)
-    of_script = job.script.samples_per_step if job.script and spec.follows_script else None
+    of_script = job.script.samples_per_step if job.script else None
     return Traits(tuple(random), shared, half, of_script)

@@ -12,7 +12,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from errno import EDQUOT, EFBIG, EIO, ENOSPC
 from importlib import import_module
 from inspect import unwrap
@@ -90,11 +90,13 @@ class Command(TyperCommand):
     Paths may begin with ``~``, which no shell expands within a word or in quotes.
     """
 
+    allow_extra_args = True  # refused below, in more words
+
     def invoke(self, ctx: Any) -> Any:
         """Run it.
 
         Raises:
-            UsageError: a path cannot be expanded.
+            UsageError: a path cannot be expanded, or there are too many arguments.
         """
         types = get_type_hints(unwrap(self.callback)) if self.callback else {}
         for name, kind in types.items():
@@ -103,6 +105,8 @@ class Command(TyperCommand):
                 is_variable = source is not None and source.name == "ENVIRONMENT"
                 path = path_of_user(str(ctx.params[name]), variables=is_variable)
                 ctx.params[name] = path
+        if ctx.args:
+            raise _unexpected(ctx)
         return super().invoke(ctx)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
@@ -128,6 +132,19 @@ class Commands(TyperGroup):
             single.command(name, cls=Command, help=command.help)(module.command)
             command = get_command(single)
         return name, command, rest
+
+
+def _unexpected(context: Any) -> UsageError:
+    """The error for arguments that a command does not take."""
+    from pipectl.spec import load
+    from pipectl.spec.code_sections import setting_of
+
+    hint = f"see: {context.command_path} --help"
+    with suppress(PipectlError):
+        job = context.params.get("job")
+        if job is not None and (script := load(job, check_files=False).script) is not None:
+            hint = f"those of the job's script, to be changed: {setting_of(script.arguments)}"
+    return UsageError(f"unexpected arguments: {' '.join(context.args)}", hint=hint)
 
 
 def _group(name: str, commands: dict[str, str], help_text: str, **options: Any) -> typer.Typer:

@@ -155,7 +155,8 @@ def gather(
         name = json.dumps(str(cluster_file.absolute()), ensure_ascii=False)
         overrides = (*overrides, f"cluster={name}")
     spec = load(job, overrides)
-    changes = (word for each in overrides for word in ("--set", each))
+    words = [word for each in overrides for word in ("--set", each)]
+    words += [] if scheduler is None else ["--scheduler", scheduler]
     return gather_job(
         spec,
         choose_scheduler(spec, scheduler),
@@ -163,7 +164,7 @@ def gather(
         devices=devices,
         new_micro_batches=new_micro_batches or compare is not None,
         from_run=from_run,
-        again=shlex.join(["pipectl", "profile", str(job), *changes]),
+        measure=shlex.join(["pipectl", "profile", str(job), *words]),
     )
 
 
@@ -175,17 +176,18 @@ def gather_job(
     devices: int | None = None,
     new_micro_batches: bool = False,
     from_run: str | None = None,
-    again: str | None = None,
+    measure: str | None = None,
 ) -> PlanInputs:
     """Gather the inputs of the planner for a job; see :func:`gather`.
 
     Args:
         batch_system: that it goes to.
-        again: what measures its profile again, for a warning; None if a profile that was measured
-            for other settings is refused.
+        measure: command that measures it; None in Python, where a profile that was measured for
+            other settings is refused instead of warned of.
 
     Raises:
-        MismatchError: it was.
+        DataFileError: it has not been measured, or its profile is damaged.
+        MismatchError: it was measured for other settings.
     """
     bounds = spec.resources.node_range
     counts = (spec.resources.max_nodes,) if bounds is None else (*bounds.spread(_MAX_COUNTS),)
@@ -194,6 +196,11 @@ def gather_job(
         counts = (spec.resources.max_nodes,)
     path, warnings = profile_file or profile_path(spec), []
     if from_run is None:
+        if profile_file is None and not path.exists():
+            raise DataFileError(
+                f"{spec.name} has not been measured: there is no {path}",
+                hint=f"measure it with: {measure or 'job.profile()'}",
+            )
         profile = Profile.load(path)
     else:
         from pipectl.jobs.corrections import correct_profile
@@ -207,9 +214,9 @@ def gather_job(
             f"{path} was measured for other settings (model, data, optimizer, batch or ranks per "
             "node)"
         )
-        if again is None:
+        if measure is None:
             raise MismatchError(fault, hint="measure again with: job.profile()")
-        warnings.append(f"{fault}; measure again with: {again}")
+        warnings.append(f"{fault}; measure again with: {measure}")
     machines = find_cluster(spec, batch_system)
     warnings += [machines.warning, *warnings_of(spec, profile)]
     profile, joined = complete_cluster(spec, profile, machines.cluster)

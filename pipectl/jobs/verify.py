@@ -71,10 +71,6 @@ _ITSELF = "the script by itself"
 _COMPARED = {_ITSELF: "a plan and the script"}
 _SCRIPT = 1e-5
 """By how much losses may differ from those of a script, whose batches are not divided."""
-_NOT_ITSELF = (
-    "not compared with the script by itself: the job has another batch size, other parts, or "
-    "random numbers, which the script draws in another way"
-)
 
 
 def verify(
@@ -133,7 +129,8 @@ def verify(
         reference = choose_reference(spec, plan, pipeline.profile, traits, two_plans=two_plans)
         notes, tolerance = expect(spec, traits, plan, reference.reason)
         shared = {} if traits.random else traits.shared
-        if reference.job is None and traits.script_samples == spec.training.batch_size:
+        unlike = unlike_script(spec, traits)
+        if reference.job is None and traits.script_samples and not unlike:
             ours = Trained.of_run(_train(pipeline, {}, progress))
             progress(0, 0, "running the script by itself")
             losses = _own_losses(spec, steps, directory / "script")
@@ -141,8 +138,8 @@ def verify(
             found = differing(plan, pipeline.profile, comparison)
             itself = Reference(_ITSELF)
             return describe(plan, comparison, itself, (*notes, *found), tolerance or _SCRIPT)
-        if traits.script_samples is not None:
-            notes = (*notes, _NOT_ITSELF)
+        if unlike:
+            notes = (*notes, f"not compared with the script by itself: {unlike}")
         plain_steps = None
         if reference.job is None and shared and not tolerance:  # before the optimizer is chosen
             progress(0, 0, "training in one process")
@@ -179,6 +176,18 @@ def verify(
         kept = [] if reference.job or plain_steps is None else _changed_state(plain_steps)
         notes = (*notes, *differing(plan, pipeline.profile, comparison, kept))
         return describe(plan, comparison, reference, notes, tolerance)
+
+
+def unlike_script(spec: JobSpec, traits: Traits) -> str:
+    """Why a job has other losses than its script by itself; empty if it has the same, or none."""
+    samples, batch = traits.script_samples, spec.training.batch_size
+    if samples is None:
+        return ""
+    if others := spec.beside_script:
+        return f"the job has its own {' and '.join(others)}"
+    if samples != batch:
+        return f"training.batch_size is {batch}, and a step of the script has {samples} samples"
+    return f"the script draws other random numbers ({traits.random[0]})" if traits.random else ""
 
 
 def refuse_unrepeatable(profile: Profile | None) -> None:

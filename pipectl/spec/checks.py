@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -429,7 +430,9 @@ def _check_script(
         if part.is_of_script and script is None:
             yield (name,), "is script, but the job has none; write script: {file: train.py}"
         if part.is_of_script and part.kwargs:
-            yield (name, "kwargs"), "has no meaning if the script makes it"
+            arguments = json.dumps(script.arguments if script else [])
+            fault = f"has no meaning if the script makes it; change script.arguments: {arguments}"
+            yield (name, "kwargs"), f"{fault}, or name {name}.factory"
     if loss.is_of_script and not (model.is_of_script and data.is_of_script):
         fault = "the script computes it from its own model and data; name a loss for yours"
         yield ("loss",), fault

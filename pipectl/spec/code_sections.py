@@ -6,6 +6,9 @@ Field docstrings are the text of ``docs/spec-reference.md``; see :mod:`pipectl.s
 
 from __future__ import annotations
 
+import json
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -121,6 +124,11 @@ class Script(types.Section):
     @classmethod
     def _make_texts(cls, values: tuple[Any, ...]) -> tuple[str, ...]:
         return tuple(map(str, values))
+
+
+def setting_of(arguments: Sequence[str]) -> str:
+    """The option that sets the arguments of a script, for a shell."""
+    return f"--set {shlex.quote(f'script.arguments={json.dumps([*arguments])}')}"
 
 
 class Model(Part):

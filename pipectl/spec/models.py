@@ -382,10 +382,11 @@ class JobSpec(types.Section):
         return [place for place in more if place.startswith("/")]
 
     @property
-    def follows_script(self) -> bool:
-        """Whether the script makes all parts of the job, and the order of its samples."""
-        parts = self.model, self.loss, self.data, self.optimizer
-        return all(part.is_of_script for part in parts) and self.data.shuffle is None
+    def beside_script(self) -> tuple[str, ...]:
+        """Keys that replace what the script of the job makes, or the order of its samples."""
+        parts = {name: getattr(self, name) for name in PARTS_OF_SCRIPT}
+        others = [name for name, part in parts.items() if part and not part.is_of_script]
+        return (*others, *(("data.shuffle",) if self.data.shuffle is not None else ()))
 
     @property
     def threads(self) -> int:

@@ -3,6 +3,7 @@
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -85,6 +86,37 @@ def test_jobs_for_the_cluster_at_hand(cli, sinfo, pbs, monkeypatch, golden):
     golden(*texts, vary=r"(?<=memory_limit: )[\d.]+.iB(?=}\nresources: .*\nlaunch)")
     hostile = load(Path(f"job-{LINES.index('hostile')}/job.yaml"), sites=())
     assert hostile.slurm.partition == 'a"}: {b,#'
+
+
+@pytest.mark.parametrize(
+    ("directory", "evaluation", "name", "best"),
+    [
+        (
+            "lr3",
+            {"data": {"factory": "script", "kwargs": {"loader": "l"}}, "every": 4},
+            "lr3",
+            True,
+        ),
+        ("run", {}, "train", None),
+        (".", {}, "train", None),
+    ],
+)
+def test_a_job_of_a_script_is_named_by_its_directory_and_keeps_the_best_weights(
+    cli, monkeypatch, directory, evaluation, name, best
+):
+    """If the directory has a name that says something, and if there are evaluations."""
+    Path("train.py").touch()
+    values = {
+        "file": str(Path("train.py").absolute()), "arguments": [], "directory": "",
+        "drawn_between_epochs": 0, "training": {"batch_size": 8, "steps": 9},
+        "sections": {"evaluation": evaluation}, "micro_batches": "auto", "guessed": [],
+        "comments": [],
+    }  # fmt: skip
+    monkeypatch.setattr(init, "take_script", lambda *_: SimpleNamespace(values=values))
+    monkeypatch.setattr(init, "try_script", lambda *_: None)
+    assert cli("init", directory, "--script", "train.py", "--scheduler", "local").code == 0
+    spec = load(Path(directory, "job.yaml"))
+    assert (spec.name, spec.checkpoint.keep_best) == (name, best)
 
 
 PLACEHOLDERS = {

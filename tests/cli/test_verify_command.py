@@ -1,6 +1,7 @@
 """`pipectl lab verify`: with what a job is compared, and real MPI ranks beside a plain process."""
 
 import os
+import re
 import shutil
 import signal
 import sys
@@ -14,9 +15,10 @@ import pytest
 
 from pipectl.capture.traits import Traits
 from pipectl.jobs.cancel import cancel
-from pipectl.jobs.verify import expect
+from pipectl.jobs.verify import expect, unlike_script
 from pipectl.profiler import neighbours
 from pipectl.runs import Record
+from pipectl.spec import load
 
 PATH = os.environ["PATH"]
 """With the compiler on it; tests of commands have a shorter one."""
@@ -144,6 +146,25 @@ def test_with_what_it_is_compared_is_told_and_where_a_difference_began(
     assert result.out.startswith("pipeline: 2 ranks, 2 stages, 1f1b, ")
     for line in lines:
         assert f"\n{line}" in result.out
+
+
+@pytest.mark.parametrize(
+    ("override", "random", "words"),
+    [
+        ("name=same", (), ""),
+        ("training.batch_size=4", (), "training.batch_size is 4, and a step of the script has 8"),
+        ("data.shuffle=true", (), "the job has its own data.shuffle"),
+        ("lr_scheduler=torch.optim.lr_scheduler:StepLR", (), "the job has its own lr_scheduler"),
+        ("name=same", ("dropout_1",), r"the script draws other random numbers \(dropout_1\)"),
+    ],
+)
+def test_a_job_that_is_not_compared_with_its_script_says_why(tmp_path, override, random, words):
+    (tmp_path / "train.py").touch()
+    job = tmp_path / "job.yaml"
+    job.write_text("{script: {file: ./train.py}, training: {steps: 4, batch_size: 8}}")
+    assert re.fullmatch(f"{words}.*" if words else "", unlike_script(
+        load(job, [override]), Traits(random, {}, half=False, script_samples=8)
+    ))  # fmt: skip
 
 
 @pytest.mark.mpi

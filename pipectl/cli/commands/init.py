@@ -6,7 +6,8 @@ import ast
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from pipectl.control_groups import memory_of_machine
 from pipectl.errors import SchedulerError, SpecError, UsageError
 from pipectl.files import make_directory_of, write_json, write_text
 from pipectl.spec import SpecFile
+from pipectl.spec.code_sections import setting_of
 from pipectl.spec.launch import Resources
 from pipectl.spec.references import fault_of, parse
 from pipectl.spec.schema import json_schema
@@ -38,6 +40,8 @@ LOSS = "torch.nn:CrossEntropyLoss"
 LOSS_OF_MODEL = "model"
 _STARTER, _JOB = "starter", "job"
 """Names of the example, and of a job whose model is in a file of another kind of name."""
+_USUAL = frozenset({"", "..", "job", "jobs", "pipectl", "run", "runs"})
+"""Names of directories that say nothing of a job."""
 _REFERENCE = "FILE:NAME"
 _SCHEMA = "job.schema.json"
 _RANKS = 2
@@ -100,7 +104,7 @@ def command(
     code = None if model is None else _read_code(model, loss, data, directory)
     job, schema, example = (directory / n for n in ("job.yaml", _SCHEMA, "model.py"))
     is_example = code is None and script is None
-    _check_new([job, schema, *([example] if is_example else [])], force=force)
+    _check_new([job, schema, *([example] if is_example else [])], arguments, force=force)
     taken = None if script is None else take_script(script, arguments or [], directory)
     installed = find_scheduler()
     batch_system = scheduler or installed
@@ -123,7 +127,7 @@ def command(
     node_bytes = memory_of_machine() if batch_system == LOCAL else queue.memory_bytes
     share = resources.memory_per_rank(node_bytes)
     text = _render_job(
-        name=_name_of_job(model if script is None else f"{script}:"),
+        name=_name_of_job(model if script is None else f"{script}:", directory),
         code=code,
         script=taken and taken.values,
         is_example=is_example,
@@ -167,10 +171,14 @@ def _say_next(job: Path, command: str) -> None:
     say(f"next: {command}")
 
 
-def _name_of_job(model: str | None) -> str:
-    """The name of the module or the file that defines the model."""
+def _name_of_job(model: str | None, directory: Path) -> str:
+    """The name of the job's directory, or of the module or the file that defines the model, if that
+    of the directory says nothing: files of a job's plan and profile are called so.
+    """
     if model is None:
         return _STARTER
+    if directory.name not in _USUAL and is_name(directory.name):
+        return directory.name
     path, _, _ = model.rpartition(":")
     name = Path(path).stem if path.endswith(".py") else path.rpartition(".")[2]
     return name if is_name(name) else _JOB
@@ -188,14 +196,22 @@ def _write_files(contents: Mapping[Path, str | dict[str, Any]]) -> None:
         say(f"written: {path}")
 
 
-def _check_new(targets: Iterable[Path], *, force: bool) -> None:
-    """Raise UsageError if files exist that may not be replaced."""
+def _check_new(
+    targets: Sequence[Path], arguments: Sequence[str] | None = None, *, force: bool
+) -> None:
+    """Raise UsageError if files exist that may not be replaced.
+
+    Args:
+        targets: a job file first.
+        arguments: of the script of the job.
+    """
     existing = [str(path) for path in targets if path.exists()]
     if existing and not force:
-        raise UsageError(
-            f"{', '.join(existing)}: already exists",
-            hint="choose another directory: pipectl init DIRECTORY; or replace with --force",
-        )
+        hint = "choose another directory: pipectl init DIRECTORY; or replace with --force"
+        if arguments:
+            hint += "\nto run it with these arguments, and the steps and batches that it has: "
+            hint += f"pipectl submit {shlex.quote(str(targets[0]))} {setting_of(arguments)}"
+        raise UsageError(f"{', '.join(existing)}: already exists", hint=hint)
 
 
 def _copy_recipe(name: str, directory: Path, *, force: bool) -> None:
@@ -220,7 +236,7 @@ def _copy_recipe(name: str, directory: Path, *, force: bool) -> None:
     copies = {directory / file: folder / file for file in (f"{name}.yaml", *code)}
     texts = {target: source.read_text("utf-8") for target, source in copies.items()}
     contents = {**texts, directory / _SCHEMA: json_schema()}
-    _check_new(contents, force=force)
+    _check_new([*contents], force=force)
     _write_files(contents)
     say(f"next: pipectl check {directory / f'{name}.yaml'}")
 

@@ -174,7 +174,7 @@ def _choose_place(
     from pipectl.jobs.planning import gather_job
     from pipectl.jobs.prospects import choose
 
-    inputs = gather_job(spec, batch_system, again=f"pipectl profile {file}")
+    inputs = gather_job(spec, batch_system, measure=f"pipectl profile {file}")
     for warning in inputs.warnings:
         warn(warning)
     found = ask_prospects(inputs, counts)
