@@ -44,7 +44,7 @@ def measure_apart(
     spec: JobSpec,
     path: Path | None = None,
     progress: Report | None = None,
-    effort: str = "normal",
+    effort: str | None = None,
     *,
     again: bool = False,
 ) -> Profile:
@@ -66,7 +66,7 @@ def measure_apart(
             write_text(folder / _JOB, dump(spec), mode=_PRIVATE)
             write_json(folder / _CODE, _to_json(active() or Snapshot()))
             place = "" if path is None else str(path.absolute())
-            words = [str(Path.cwd()), place, effort, "again" if again else ""]
+            words = [str(Path.cwd()), place, effort or "", "again" if again else ""]
             ended = process.run_with_progress(
                 [sys.executable, "-m", __name__, *words],
                 tell,
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str]) -> int:
 
     Args:
         arguments: the user's working directory, file for the profile, effort, and ``again``; all
-            but the first and the effort may be empty.
+            but the first may be empty.
 
     Returns:
         The exit code: not 0 if there is a report of a failure.
@@ -134,7 +134,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         with using(_from_json(read_json(here / _CODE, hint=""))):
             file = Path(path) if path else None
-            profile = measure(load(here / _JOB), file, report, effort, again=bool(again))
+            profile = measure(load(here / _JOB), file, report, effort or None, again=bool(again))
         profile.save(here / _PROFILE)
     except Exception as error:
         ErrorReport.of(error).save(here / _ERROR)

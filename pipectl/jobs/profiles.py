@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from pipectl.spec import JobSpec
 
 LOADING = "loading torch"
+_EFFORTS = "thorough", "normal", "fast"
 _MAX_CACHED = 32
 _PROCESSORS = Path("/proc/cpuinfo")
 _NAMES = ("model name", "Model Name", "cpu model", "cpu")
@@ -75,7 +76,7 @@ def measure(
     spec: JobSpec,
     path: Path | None = None,
     progress: Report | None = None,
-    effort: str = "normal",
+    effort: str | None = None,
     *,
     again: bool = False,
 ) -> Profile:
@@ -83,7 +84,8 @@ def measure(
 
     Args:
         path: further file for the profile.
-        effort: ``fast``, ``normal`` or ``thorough``.
+        effort: ``fast``, ``normal`` or ``thorough``; None for a profile of any of them, the most
+            thorough, or else a new one with ``normal``.
         again: whether to measure without the cache.
 
     Raises:
@@ -110,7 +112,7 @@ def measure(
 
 
 def _measure_unless_cached(
-    spec: JobSpec, progress: Report | None, effort: str, *, again: bool
+    spec: JobSpec, progress: Report | None, effort: str | None, *, again: bool
 ) -> Profile:
     directory = Path(spec.output.directory) / ".cache"
     if is_of_another(directory):  # users may share the directory of the runs
@@ -122,14 +124,16 @@ def _measure_unless_cached(
         "key": profile_key(spec),
         "shapes": [spec.training.batch_size, pipeline.micro_batches, *free],
         "device": asdict(device),
-        "effort": effort,
     }
-    path = _cache_file(directory, "", identity)
-    if not again:
+    for known in () if again else (_EFFORTS if effort is None else (effort,)):
         with suppress(DataFileError):
+            path = _cache_file(directory, "", {**identity, "effort": known})
             profile = replace(Profile.load(path), name=spec.name)
             if is_fresh(spec, profile):
                 return profile
+    effort = effort or "normal"
+    identity["effort"] = effort
+    path = _cache_file(directory, "", identity)
     if progress is not None:
         progress(0, 0, LOADING)
     from pipectl.profiler import profile_job

@@ -61,7 +61,7 @@ def start_row_probe(
     ):
         return None, UNKNOWN_ROWS
     if progress is not None:
-        progress(0, 0, "messages between ranks")
+        progress(0, 0, "measuring messages between ranks")
     by_srun = scheduler == "slurm" and launch.launcher == "srun"
     if by_srun:
         one_node = (*launch.args, "--nodes=1", "--overlap")

@@ -51,6 +51,11 @@ class Best:
     value: Annotated[float, _to_value]
 
     def __str__(self) -> str:
+        return f"after step {self.step}: {self.words}"
+
+    @property
+    def words(self) -> str:
+        """Value and metric: ``loss 0.25, the smallest so far``."""
         way = "smallest" if self.mode == "min" else "largest"
         return f"{printable(self.metric)} {self.value:.4g}, the {way} so far"
 

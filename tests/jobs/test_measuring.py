@@ -77,6 +77,13 @@ def measures(profiler, spec_of):
     return count
 
 
+def test_a_job_of_another_name_takes_a_profile_of_any_effort(measures):
+    """As the job itself does, whose profile is found by its name."""
+    assert measures(effort="fast") == 6
+    assert measures("name=other") == 0
+    assert measures("name=other", effort="normal") == 6
+
+
 CHANGES = (
     *("training.batch_size=16", "pipeline.micro_batches=2", "pipeline.stages=2"),
     *("resources.tasks_per_node=2", "resources.cpus_per_task=2"),
@@ -202,7 +209,7 @@ def test_two_ranks_of_this_machine_measure_rows(write_job, monkeypatch, warm_pyt
         assert [size for size, _ in table] == [4096, 65536, 262144, 1048576]
         assert all(0 < seconds < 1 for _, seconds in table)
     assert all(0 < seconds < 1 for seconds in (rows.compute, rows.begin, rows.end))
-    assert reports == [(0, 0, "messages between ranks")]
+    assert reports == [(0, 0, "measuring messages between ranks")]
 
 
 def test_two_ranks_under_srun_have_as_many_cores_as_ranks_of_the_job(write_job, monkeypatch):

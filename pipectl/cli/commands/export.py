@@ -76,7 +76,7 @@ def command(
         }
         say_json(answer)
     else:
-        why = "" if found is None else f" ({found.best})"
+        why = "" if found is None else f" ({found.best.words})"
         what = _describe(written.tensors, written.size_bytes)
         say(f"{short_path(written.path)}: {what}, after step {checkpoint.step}{why}")
         if written.loss is not None:

@@ -73,10 +73,17 @@ def command(
     if when:
         _show_prospects(inputs, counts, as_json=as_json)
         return
+    own = None if output_file or counts else inputs.plan_file
+    replaces = bool(overrides) and own is not None and own.exists()
     plan_and_print(
         inputs, PlanSearch(), counts,
         explained=explain, output_file=output_file or inputs.plan_file, svg=svg, as_json=as_json,
     )  # fmt: skip
+    if replaces:
+        note(
+            "this replaces the job's last plan, and later plans keep its number of micro-batches; "
+            "-o FILE writes it elsewhere"
+        )
 
 
 def _add_nodes(nodes: int | str | None, overrides: Sequence[str] | None) -> list[str]:

@@ -235,7 +235,7 @@ def _progress(status: RunStatus) -> Iterator[Fact]:
         yield "evaluation", f"after step {so_far.evaluation_step}: {values}{end}", ""
     if (best := best_evaluation(status.run.checkpoints)) is not None:
         kept = best_checkpoint(status.run.checkpoints)
-        text = f"after step {best.step}: {best}"
+        text = str(best)
         if kept is None:
             text += "; there is no checkpoint of it"
         elif kept.missed is not None:
