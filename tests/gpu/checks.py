@@ -33,14 +33,14 @@ CHECKOUT = HERE.parents[1]
 TOTAL_S = 595
 PARTS = {  # seconds that each may take
     "start": 30,
-    "tests": 110,
-    "equality": 170,
-    "races": 60,
+    "tests": 95,
+    "equality": 205,
+    "races": 50,
     "rows": 40,
     "overhead": 40,
     "offload": 25,
     "messages": 30,
-    "prediction": 85,
+    "prediction": 75,
 }
 
 
