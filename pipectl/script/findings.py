@@ -180,8 +180,7 @@ def _add_optimizer(parts: Parts, found: Findings) -> None:
     optimizer = parts.optimizer
     place = parts.seen.made.get(id(optimizer), (None, None))[1]
     groups = optimizer.param_groups
-    initial = dict.fromkeys(float(group.get("initial_lr", group["lr"])) for group in groups)
-    rates = ", ".join(f"{rate:g}" for rate in initial)
+    rates = ", ".join(dict.fromkeys(map(_rate_of, groups)))
     words = f"{type(optimizer).__name__}, lr {rates}"
     if len(groups) > 1:
         words += f", {len(groups)} groups"
@@ -199,6 +198,12 @@ def _add_optimizer(parts: Parts, found: Findings) -> None:
         found.taken.append(Finding("schedule", f"{type(schedule).__name__}, {when}", place))
 
 
+def _rate_of(group: dict[str, Any]) -> str:
+    """The learning rate of a group in the first step, and the one that its schedule begins with."""
+    first, initial = (float(group.get(key, group["lr"])) for key in ("lr", "initial_lr"))
+    return f"{first:g}" if first == initial else f"{first:g} (initial_lr {initial:g})"
+
+
 def unfollowed(parts: Parts, found: Findings, compared: Compared) -> CaptureError | None:
     """Return why no run of the job could read all batches, or make the steps of a schedule; None if
     one can.
@@ -210,10 +215,14 @@ def unfollowed(parts: Parts, found: Findings, compared: Compared) -> CaptureErro
             "and loss leave out the padding (a mask, ignore_index)",
         )
     for schedule in filter(follows_evaluations, parts.schedules):
-        if schedule.mode != "min" or not found.evaluation:
-            line = _follower(parts, schedule, taken=False)
+        try:
+            parts.make_schedules(parts.optimizer)
+        except CaptureError as error:
+            return error
+        if not found.evaluation:
+            place = parts.seen.made[id(schedule)][1]
             return CaptureError(
-                f"{at(line.place or ('', 0))}: {type(schedule).__name__} needs the loss of "
+                f"{at(place)}: {type(schedule).__name__} needs the loss of "
                 "evaluations, and the job has none that it may follow",
                 hint="set evaluation.data and evaluation.every, with a DataLoader of the script "
                 "(evaluation: {data: {factory: script, kwargs: {loader: val_loader}}, every: 50}); "

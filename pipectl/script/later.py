@@ -95,6 +95,13 @@ _FOLLOWS_HINT = (
     "take a schedule that follows no loss (CosineAnnealingLR, say); or write a job with `script:` "
     "and a schedule of its own (key lr_scheduler)"
 )
+_OPTION = (
+    "let get_lr() of a schedule of your own set it (a class that derives from "
+    "torch.optim.lr_scheduler.LRScheduler: `for group in self.optimizer.param_groups: "
+    "group['{0}'] = values[self.last_epoch]`, and `return [group['lr'] for group in "
+    "self.optimizer.param_groups]`), with step() after every step of the optimizer or after every "
+    "epoch; or leave it as it is"
+)
 _SCHEDULE = (
     "let a schedule of torch.optim.lr_scheduler set it, by step() without arguments (LambdaLR "
     "takes any function of the step), once after every step of the optimizer or after every epoch "
@@ -517,7 +524,8 @@ def _refuse_changed_options(
             for key, own, other in _changed_options(seen.options[step.number - 1], made):
                 place = next(iter(hand_set(Path(command.file), key)), seen.stepped)
                 words = f"{key} of the optimizer is {own} in {step.name}, and {other} by the "
-                raise CaptureError(f"{at(place)}: {words}script's schedules", hint=_SCHEDULE)
+                hint = _SCHEDULE if key == "lr" else _OPTION.format(key)
+                raise CaptureError(f"{at(place)}: {words}script's schedules", hint=hint)
 
 
 def _changed_options(

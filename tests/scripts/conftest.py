@@ -151,6 +151,12 @@ REFUSED |= {
         f"    optimizer.param_groups[0]['lr'] = 0.1 / (1 + epoch)  # here\n{BACKWARD}",
         epochs=2,
     ),
+    "weight decay set by hand": Refused(
+        "weight_decay of the optimizer is 0.1 in step 2, and 0 by the script's schedules",
+        "    for g in optimizer.param_groups: g['weight_decay'] = step / 10  # here\n"
+        f"    step += 1\n{BACKWARD}",
+        "step = 0",
+    ),
     "weights written after the step": Refused(
         "writes 0.weight of the model",
         f"{BACKWARD}\n    optimizer.step()\n"

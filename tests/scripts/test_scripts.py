@@ -1,6 +1,7 @@
 """Training scripts as they are written for plain PyTorch, unchanged, as the source of a job."""
 
 import json
+import re
 from contextlib import contextmanager
 from multiprocessing import Pipe
 from pathlib import Path
@@ -325,3 +326,32 @@ def test_rates_set_by_hand_are_those_of_a_job_without_its_own(refusals, tmp_path
     job["lr_scheduler"] = {"factory": "torch.optim.lr_scheduler:ConstantLR"}
     (tmp_path / "job.yaml").write_text(json.dumps(job))
     assert script_steps.compare_script(load(tmp_path / "job.yaml")) == ()
+
+
+def test_other_options_than_the_rate_are_set_as_their_refusal_says(
+    found_in, refusals, tmp_path, monkeypatch
+):
+    """By a schedule of the user; the table says the rate of the first step."""
+    path = tmp_path / "options.py"
+    text = refusals["weight decay set by hand"].script
+    path.write_text(text)
+    with pytest.raises(CaptureError) as caught:
+        found_in(Command(str(path)))
+    assert caught.value.hint.startswith("let get_lr() of a schedule of your own set it")
+    each, rates = re.findall(r"`(.+?)`", caught.value.hint)
+    before, _, rest = text.partition("for epoch in range(1)")
+    rest = rest.replace("    for g in optimizer.param_groups: g['weight_decay'] = step / 10", "")
+    kind = "class Decay(torch.optim.lr_scheduler.LRScheduler):\n    def get_lr(self):\n"
+    path.write_text(
+        f"{before}values = [step / 10 for step in range(9)]\n{kind}        {each}\n"
+        f"        {rates}\ndecay = Decay(optimizer)\noptimizer.param_groups[0]['lr'] = 0.05\n"
+        f"for epoch in range(1){rest}        decay.step()\n"
+    )
+    command = Command(str(path))
+    found = found_in(command)
+    assert "SGD, lr 0.05 (initial_lr 0.1)" in [line.value for line in found.taken]
+    job = {"script": {"file": str(path)}, "training": found.training}
+    (tmp_path / "job.yaml").write_text(json.dumps(job))
+    plain.train(load(tmp_path / "job.yaml"), 8, tmp_path)
+    losses = json.loads((tmp_path / plain.LOSSES).read_text())["losses"]
+    assert losses == pytest.approx(own_losses(command, 4), rel=1e-6)

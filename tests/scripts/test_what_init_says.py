@@ -250,8 +250,15 @@ for x, y in DataLoader(data, batch_size=2, collate_fn=padded):
             "read = []\n" + SCHEDULE + EPOCHS,
             r"script.py:\d+: ReduceLROnPlateau needs the loss of evaluations",
         ),
+        (
+            "read = []\n"
+            + SCHEDULE.replace("optimizer)", "optimizer, 'max')")
+            + EPOCHS
+            + EVALUATION,
+            r"script.py:\d+: this schedule follows a metric that rises",
+        ),
     ],
-    ids=["packed", "padded", "schedule"],
+    ids=["packed", "padded", "schedule", "a metric that rises"],
 )
 def test_init_refuses_what_no_rank_could_train(
     capfd, monkeypatch, beginning, tmp_path, text, words
