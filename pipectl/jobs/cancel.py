@@ -29,6 +29,7 @@ class Cancellation(Enum):
     ASKED = "cancelled: {run}"
     OVER = "{run} had already ended"
     REMOVED = "{run} had already ended; its job was still listed and is cancelled"
+    COMPLETED = "{run} was complete before it could be cancelled"
 
 
 def cancel(run: RunDirectory, now: float) -> Cancellation:
@@ -118,6 +119,8 @@ def _end(
         scheduler.cancel(job_id)
     if has_ended:
         return Cancellation.REMOVED
+    if read_exit_code(start) == 0:  # it was in its last step, say
+        return Cancellation.COMPLETED
     record.with_state(now, "cancelled").save(run.record)
     if not scheduler.resubmits or not is_there(start.stopped_marker):
         return Cancellation.ASKED

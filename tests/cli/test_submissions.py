@@ -325,6 +325,22 @@ def test_a_few_run_at_a_time_in_their_order_and_what_is_cancelled_never_starts(
     assert cli("cancel", runs[4].name).out == f"{runs[4].name} had already ended\n"
 
 
+def test_a_run_that_completes_while_it_is_cancelled_is_not_said_to_be_cancelled(
+    cli, start, monkeypatch
+):
+    (run,) = start(1, 1)
+    until([run], "RUNNING")
+
+    def too_late(self, job_id):
+        (run.path / "go").touch()
+        until([run], "COMPLETED")
+
+    monkeypatch.setattr(LocalScheduler, "cancel", too_late)
+    assert cli("cancel", run.name).out == f"{run.name} was complete before it could be cancelled\n"
+    until([run], "COMPLETED")
+    assert Record.load(run.record).state != "cancelled"
+
+
 def test_what_waits_for_a_driver_that_is_gone_never_starts(start):
     runs = start(2, 1)
     until(runs, "RUNNING", "QUEUED")
