@@ -145,7 +145,7 @@ class Run:
             tail: only the last lines, at most so many.
 
         Raises:
-            UsageError: it has no such rank.
+            UsageError: it has no such rank, or ``tail`` is negative.
         """
         self._refuse_closed()
         wanted = frozenset((ranks,) if isinstance(ranks, int) else ranks)

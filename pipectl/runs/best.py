@@ -57,11 +57,11 @@ class Best:
     def words(self) -> str:
         """Value and metric: ``loss 0.25, the smallest so far``."""
         way = "smallest" if self.mode == "min" else "largest"
-        return f"{printable(self.metric)} {self.value:.4g}, the {way} so far"
+        return f"{printable(self.metric)} {self.value:.4g}, the {way}"
 
     def to_json(self) -> dict[str, Any]:
-        """The documented JSON object."""
-        return {**vars(self), "value": self.value if math.isfinite(self.value) else str(self.value)}
+        """The documented JSON object; an infinite value is null."""
+        return {**vars(self), "value": self.value if math.isfinite(self.value) else None}
 
     def is_like(self, other: Best | None) -> bool:
         """Whether both are the best by the same metric."""

@@ -173,9 +173,11 @@ def last_lines(
         tail: maximum number of lines, which are the last ones; None for all.
 
     Raises:
-        UsageError: the run has no such rank.
+        UsageError: the run has no such rank, or ``tail`` is negative.
     """
     check_ranks(run, ranks)
+    if tail is not None and tail < 0:
+        raise UsageError(f"tail: {tail} is negative", hint="give a number of lines, or none")
 
     def is_wanted(line: Line) -> bool:
         return not ranks or line.rank in ranks

@@ -38,6 +38,11 @@ _BLOCK_BYTES = 1 << 20
 _INSIDE = Rule(_is_inside, "in the checkpoint")
 
 
+def _to_number_or_text(value: float) -> float | str:
+    """Convert to what JSON can represent, which :func:`_to_numbers` reads again."""
+    return value if math.isfinite(value) else str(value)
+
+
 @dataclass(frozen=True)
 class Shard:
     """One file of a checkpoint.
@@ -111,10 +116,13 @@ class Manifest(DataFile):
     def to_json(self) -> dict[str, Any]:
         """The documented JSON object."""
         values = {
-            name: [value if math.isfinite(value) else str(value) for value in getattr(self, name)]
+            name: [_to_number_or_text(value) for value in getattr(self, name)]
             for name in ("losses", "metric_values")
         }
-        best = {} if self.best is None else {"best": self.best.to_json()}
+        best = {}
+        if self.best is not None:
+            value = _to_number_or_text(self.best.value)
+            best = {"best": {**vars(self.best), "value": value}}
         return {**super().to_json(), **values, **best}
 
     def save(self, path: Path) -> None:

@@ -324,6 +324,8 @@ def test_a_run_that_fails_raises_what_status_says(tiny, mpiexec):
     assert run.logs(tail=0) == ""
     with pytest.raises(pipectl.UsageError, match="has the ranks 0 to 1"):
         run.logs(ranks=7)
+    with pytest.raises(pipectl.UsageError, match="tail: -1 is negative"):
+        run.logs(tail=-1)
     assert not run.cancel()
 
 

@@ -75,13 +75,24 @@ def test_one_file_loads_into_the_model(cli, saved, model):
     }  # fmt: skip
     status = cli("status", "last", "--json").json
     assert (status["best"], status["best_checkpoint"]) == (best, f"{saved}/checkpoints/step-000005")
-    text = "accuracy 0.75, the largest so far"
+    text = "accuracy 0.75, the largest"
     assert f"best          after step 5: {text}\n" in cli("status", "last").out
     result = cli("export", "last", "--best", "-o", "c")
     assert result.out == f"c: 9 tensors, 232 B, after step 5 ({text})\n"
     shutil.rmtree(saved / "checkpoints/step-000005")
     assert "has no checkpoint" in cli("export", "last", "--best").err
     assert f"{text}; there is no checkpoint of it" in cli("status", "last").out
+
+
+def test_a_best_value_that_is_infinite_is_null_for_programs(cli, saved):
+    for path in saved.glob("checkpoints/*/manifest.json"):
+        text = path.read_text()
+        assert text.count(": 0.75") == 1
+        path.write_text(text.replace(": 0.75", ': "inf"'))
+    best = {"step": 5, "metric": "accuracy", "mode": "max", "value": None}
+    assert cli("status", "last", "--json").json["best"] == best
+    assert cli("export", "last", "--best", "-o", "b", "--json").json["best"] == best
+    assert "after step 5: accuracy inf, the largest" in cli("status", "last").out
 
 
 def test_weights_of_the_loss_have_a_file_of_their_own(cli, finished, model):
