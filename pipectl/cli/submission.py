@@ -14,7 +14,7 @@ import typer
 from pipectl.cli.console import errors, note, say, say_json, warn
 from pipectl.older_python import Unpack
 from pipectl.runs import PROFILING, Record, RunDirectory, name_in_shell
-from pipectl.runs.phases import is_between_steps, without_details
+from pipectl.runs.phases import step_before, without_details
 
 if TYPE_CHECKING:
     from pipectl.jobs.job import Job
@@ -187,7 +187,7 @@ def follow(run: RunDirectory, statuses: Iterable[RunStatus] | None = None) -> Ru
             for status in poll(run) if statuses is None else statuses:
                 job = status.job
                 progress(*status.progress)
-                part = 10 * status.measured.step // (status.steps or 1)
+                part = 10 * status.step // (status.steps or 1)
                 current = job.state.value, without_details(status.phase), part
                 is_new = job.state.waits and job.reason not in reasons
                 if (is_new or current != reported) and not errors().is_terminal:
@@ -205,14 +205,14 @@ def follow(run: RunDirectory, statuses: Iterable[RunStatus] | None = None) -> Ru
 def describe_progress(status: RunStatus) -> str:
     """State and progress, e.g. ``RUNNING: training, step 40 of 400, loss 2.91``, or the reason why
     the job waits."""
-    state, now = status.job.state, status.measured
+    state = status.job.state
     if state.waits and status.job.reason:
         return f"{state.value}: {status.job.reason}"
     if not state.alive or not status.phase:
         return state.value
-    progress = f", step {now.step} of {status.steps}{status.loss_text}" if now.step else ""
-    if is_between_steps(status.phase):
+    progress = f", step {status.step} of {status.steps}{status.loss_text}" if status.step else ""
+    if step_before(status.phase) is not None:
         progress = status.loss_text
     if status.record is not None and status.record.kind == PROFILING:
-        progress = f" {now.step}%" if now.step else ""
+        progress = f" {status.step}%" if status.step else ""
     return f"{state.value}: {status.phase}{progress}"

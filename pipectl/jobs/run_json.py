@@ -45,18 +45,20 @@ class RunJson(TypedDict):
         samples_per_s, tokens_per_s: median throughput.
         step_time_s, predicted_step_time_s, measured_over_predicted: median measured step, the
             prediction, and their ratio.
+        timed_steps: number of steps of which these are medians: the last ones under the present
+            plan; of a run that is over, all under it (some hundred of them, if they are many).
         processor: if ranks did not get all of their cores' time while they computed: the ``share``
             that they got, the number of ``ranks``, the ``rank`` that lost most, and to whom
             (``lost_to``); else null.
-        efficiency: profiled time of all computations, divided by ranks times step time; above 1 if
-            ranks computed faster than in the profile.
+        efficiency: time in which ranks compute in the predicted step, updates and recomputations
+            included, divided by ranks times measured step time; above 1 if they were faster.
         remaining_s: time that the remaining steps take.
         not_finite_steps: steps whose loss, gradients or buffers were not finite.
         rebalanced: steps after which the training went on under another plan.
         evaluation_step, evaluation: the last evaluation: its step, and its metrics by name.
         early_stop: why training ended early, or null.
         best: the best evaluation up to the last checkpoint, if the job compares them: its ``step``,
-            ``metric``, ``mode`` and ``value``; else null.
+            ``metric``, ``mode`` and ``value`` (null if infinite); else null.
         best_checkpoint: path of the best checkpoint that is there, or null.
         waits_for: ``rank`` and ``node`` that the others wait for, the ``share`` of its time that it
             waits, and that of the ``others``; null if there is none.
@@ -102,6 +104,7 @@ class RunJson(TypedDict):
     samples_per_s: float | None
     tokens_per_s: float | None
     step_time_s: float | None
+    timed_steps: int
     predicted_step_time_s: float | None
     measured_over_predicted: float | None
     processor: dict[str, Any] | None
@@ -158,13 +161,14 @@ def run_json(status: RunStatus) -> RunJson:
         "phase": status.phase,
         "stalled": status.stalled or None,
         "restarts": status.restarts,
-        "step": so_far.step,
+        "step": status.step,
         "steps": status.steps,
         "first_loss": so_far.first_loss,
         "last_loss": so_far.last_loss,
         "samples_per_s": so_far.samples_per_s,
         "tokens_per_s": so_far.tokens_per_s,
         "step_time_s": so_far.step_time_s,
+        "timed_steps": so_far.timed_steps,
         "remaining_s": so_far.remaining_s,
         "evaluation_step": so_far.evaluation_step,
         "evaluation": so_far.evaluation,

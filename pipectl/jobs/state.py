@@ -35,10 +35,11 @@ from pipectl.runs import (
     read_exit_warning,
     read_heartbeat,
     read_measured,
+    read_speed,
     read_stall,
 )
 from pipectl.runs.kept_code import CodeWatch, KeptCode, KeptFile
-from pipectl.runs.phases import TRAINS
+from pipectl.runs.phases import TRAINS, step_before
 
 _SHORT_TIMEOUT_S = 10.0
 _MIN_WAITING, _MAX_SHARE_OF_IT = 0.3, 0.5
@@ -158,19 +159,12 @@ class RunStatus:
 
     @property
     def efficiency(self) -> float | None:
-        """Profiled time of all operators and micro-batches, divided by ranks times step time.
+        """Predicted time in which ranks compute, divided by ranks times measured step time.
 
-        It is 1 if all ranks compute without a pause, as fast as in the profile.
+        It is 1 if all ranks compute without a pause, as fast as predicted.
         """
-        plan, step_s = self.plan, self.measured.step_time_s
-        if plan is None or not step_s:
-            return None
-        micro_batches = plan.batch_size / plan.micro_batch_size
-        costs = [stage.cost for stage in plan.stages]
-        work_s = sum(
-            (cost.forward_s + cost.backward_s) * micro_batches + cost.update_s for cost in costs
-        )
-        return work_s / (plan.ranks * step_s)
+        ratio, prediction = self.prediction_ratio, self.plan and self.plan.prediction
+        return (1 - prediction.bubble) / ratio if ratio and prediction else None
 
     @property
     def can_go_on(self) -> bool:
@@ -210,18 +204,25 @@ class RunStatus:
         return self.record.steps if self.record is not None else self.measured.steps
 
     @property
+    def step(self) -> int:
+        """Number of completed steps, also if the last one is not recorded yet."""
+        return max(self.measured.step, step_before(self.phase) or 0)
+
+    @property
     def progress(self) -> tuple[int, int, str]:
         """Completed steps, all steps (0 before the first), and what the run does."""
-        step, activity = self.measured.step, self.phase or self.job.state.value
+        step, activity = self.step, self.phase or self.job.state.value
         if self.job.state.waits and self.job.reason:
             activity = f"{activity}: {self.job.reason}"
         return step, (self.steps or 0) if step else 0, f"{activity}{self.loss_text}"
 
     @property
     def loss_text(self) -> str:
-        """``, loss 2.91``, of the last training step; while ranks do something else, it says so."""
+        """``, loss 2.91``, of the last training step, once it is recorded; while ranks do something
+        else, it says so."""
         loss, whose = self.measured.last_loss, "" if self.phase == TRAINS else "training "
-        return "" if loss is None else f", {whose}loss {loss:.4g}"
+        is_known = loss is not None and self.measured.step == self.step
+        return f", {whose}loss {loss:.4g}" if is_known else ""
 
     @property
     def last_step(self) -> int | None:
@@ -340,6 +341,8 @@ class Poller:
             job = JobStatus(JobState.UNKNOWN, reason=_OLDER, source="none", hint=_OF_OLDER)
         else:
             job = find_job_status(start, found, answer, heartbeat, measured.step_time_s, now)
+        if job.state.final and measured.timed_steps:
+            measured = replace(measured, **vars(read_speed(run, self._metrics[run])))
         restarts = max(0, heartbeat.attempt - 1) if heartbeat else 0
         return RunStatus(
             run=run,

@@ -25,6 +25,7 @@ from pipectl.plan import LONG_STEP_S, Plan
 from pipectl.runs import (
     CoreShare,
     RankBeat,
+    Record,
     RunDirectory,
     measured_steps,
     read_heartbeat,
@@ -390,7 +391,10 @@ class StepTimes:
 
 
 def explain(
-    comparison: Comparison, processor: CoreShare | None = None, beats: Sequence[RankBeat] = ()
+    comparison: Comparison,
+    processor: CoreShare | None = None,
+    beats: Sequence[RankBeat] = (),
+    scheduler: str = "",
 ) -> list[tuple[str, str]]:
     """Describe the bottleneck, what would help, and the largest difference: labels and texts.
 
@@ -398,6 +402,9 @@ def explain(
     step that differs from the predicted one, no difference is looked for. The bottleneck is the
     rank that computes longest, or another use on the critical path. Computing on that path beyond
     the time of the longest rank counts as filling and draining the pipeline.
+
+    Args:
+        scheduler: name of the run's batch system, which may have an option against that.
     """
     step_s, ranks = comparison.time.measured_s, comparison.ranks
     if step_s <= 0 or not ranks:
@@ -426,7 +433,8 @@ def explain(
     lines = [("bottleneck", bottleneck)]
     lacks = processor is not None and bool(processor.ranks)
     if processor is not None and lacks:
-        lines = [("processor", processor.describe(beats)), ("would help", processor.hint), *lines]
+        cure = [("would help", hint)] if (hint := processor.hint(scheduler)) else []
+        lines = [("processor", processor.describe(beats)), *cure, *lines]
     elif is_worth:
         lines.append(("would help", _advice(cause, processor)))
     shares = [
@@ -513,8 +521,11 @@ class RecordedStep:
 
     def explain(self, comparison: Comparison) -> list[tuple[str, str]]:
         """Describe a comparison of this step; see :func:`explain`."""
-        heartbeat = read_heartbeat(self.run.start)
-        return explain(comparison, self.processor, heartbeat.ranks if heartbeat else ())
+        heartbeat, scheduler = read_heartbeat(self.run.start), ""
+        with suppress(DataFileError):
+            scheduler = Record.load(self.run.record).scheduler
+        beats = heartbeat.ranks if heartbeat else ()
+        return explain(comparison, self.processor, beats, scheduler)
 
     def timelines(self) -> dict[str, Timeline]:
         """Return both timelines by name."""
@@ -541,8 +552,10 @@ def load_step(run: RunDirectory, step: int | None = None) -> RecordedStep:
     """
     steps = tuple(measured_steps(run))
     if not steps:
+        earlier = sorted({path.parent.name for path in run.trace.glob("*/step-*.json")})
+        kept = f" under its present plan; trace/{', trace/'.join(earlier)} has others"
         raise UsageError(
-            f"{run.name}: no step is recorded yet",
+            f"{run.name}: no step is recorded yet{kept if earlier else ''}",
             hint="`trace.steps` in the job names the steps to record; `pipectl report -o "
             "page.html` shows the rest",
         )

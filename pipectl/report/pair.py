@@ -6,14 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import takewhile
-from statistics import median
+from itertools import islice, takewhile
 from typing import Any, TypedDict
 
 from pipectl.errors import PipectlError
 from pipectl.files import read_limited
 from pipectl.report.charts import Points, chart_svgs, titled
-from pipectl.runs import WARM_UP_STEPS, Columns, RunDirectory, read_columns
+from pipectl.runs import Columns, RunDirectory, Speed, read_columns, read_speed
 from pipectl.spec import JobSpec, SpecFile
 from pipectl.spec.document import MAX_BYTES
 from pipectl.spec.settings import differences
@@ -28,9 +27,11 @@ class PairJson(TypedDict):
         runs: their names.
         steps: number of their last steps.
         common_steps: how many steps both have made.
-        equal_steps: for how many of these, from the first on, the losses are equal to the bit.
-        losses: after the last of the common steps, by name, such as ``evaluation.loss``.
-        step_time_s, samples_per_s: medians without the first steps.
+        equal_steps: for how many of these, from the first on, the losses are finite and equal to
+            the bit.
+        losses: after the last of the common steps, by name, such as ``evaluation.loss``; null of a
+            run without such evaluations.
+        step_time_s, samples_per_s: medians of the steps under the last plan, without the first.
         differences: both values of every key in which their jobs differ; null if a job cannot be
             read.
     """
@@ -60,6 +61,7 @@ class Pair:
 
     runs: tuple[RunDirectory, RunDirectory]
     columns: tuple[Columns, Columns]
+    speeds: tuple[Speed, Speed]
     differences: dict[str, tuple[Any, Any]] | None
 
     @classmethod
@@ -69,11 +71,13 @@ class Pair:
         differ = None
         if jobs[0] is not None and jobs[1] is not None:
             differ = differences(jobs[0], jobs[1], shared=True)
-        return cls((first, second), (read_columns(first), read_columns(second)), differ)
+        runs = first, second
+        columns = read_columns(first), read_columns(second)
+        return cls(runs, columns, (read_speed(first), read_speed(second)), differ)
 
     @cached_property
-    def common(self) -> list[tuple[float | None, float | None]]:
-        """The losses of the steps that both have made, in order."""
+    def common(self) -> dict[int, tuple[float | None, float | None]]:
+        """The losses of the steps that both have made, in order; None if not finite."""
         first, second = (
             {
                 step: loss
@@ -87,20 +91,24 @@ class Pair:
             }
             for columns in self.columns
         )
-        return [(loss, second[step]) for step, loss in first.items() if step in second]
+        return {int(step or 0): (first[step], second[step]) for step in first if step in second}
 
     @property
     def equal_steps(self) -> int:
-        """For how many common steps, from the first on, the losses are equal."""
-        return sum(1 for _ in takewhile(lambda both: both[0] == both[1], self.common))
+        """For how many common steps, from the first on, the losses are finite and equal."""
+        every = self.common.values()
+        return sum(1 for _ in takewhile(lambda both: both[0] == both[1] is not None, every))
 
-    def usual(self, name: str) -> list[float | None]:
-        """Medians of a figure, without the first steps, of both runs."""
-        return [_median(columns.get(name, [])) for columns in self.columns]
+    @property
+    def first_not_finite(self) -> int | None:
+        """The first common step whose losses are not finite, if all before it are equal."""
+        step, both = next(islice(self.common.items(), self.equal_steps, None), (None, ()))
+        return step if set(both) == {None} else None
 
     @property
     def losses(self) -> dict[str, list[float | None]]:
-        """Losses and other metrics after the last step for which both have them."""
+        """Losses and other metrics after the last step for which both have them, or one if the
+        other has none at all."""
         found: dict[str, list[float | None]] = {}
         for name in dict.fromkeys(name for columns in self.columns for name in columns):
             if name == "loss" or name.startswith("evaluation."):
@@ -108,6 +116,8 @@ class Pair:
                 last = max((step for step in first if step in second), default=None)
                 if last is not None:
                     found[name] = [first[last], second[last]]
+                elif name != "loss" and not (first and second):
+                    found[name] = [each[max(each)] if each else None for each in (first, second)]
         return found
 
     @staticmethod
@@ -143,14 +153,9 @@ class Pair:
             "common_steps": len(self.common),
             "equal_steps": self.equal_steps,
             "losses": self.losses,
-            "step_time_s": self.usual("step_time_s"),
-            "samples_per_s": self.usual("samples_per_s"),
+            "step_time_s": [speed.step_time_s for speed in self.speeds],
+            "samples_per_s": [speed.samples_per_s for speed in self.speeds],
             "differences": None
             if self.differences is None
             else {key: list(both) for key, both in self.differences.items()},
         }
-
-
-def _median(values: Sequence[float | bool | None]) -> float | None:
-    known = [float(value) for value in values if value]
-    return median(known[min(WARM_UP_STEPS, len(known) - 1) :]) if known else None

@@ -31,9 +31,12 @@ from pipectl.runs.metrics import (
     Metrics,
     MetricsLine,
     NotFinite,
+    Speed,
+    plan_id,
     read_columns,
     read_measured,
     read_metrics,
+    read_speed,
 )
 from pipectl.runs.pauses import Pauses, read_pauses
 from pipectl.runs.readers import (
@@ -57,11 +60,11 @@ __all__ = [
     "PROFILING", "REHEARSAL", "RUN_VARIABLE", "SCRIPT", "START_VARIABLE", "TRAINING",
     "WARM_UP_STEPS", "Best", "BestCheckpoint", "Columns", "CoreShare", "Event", "Heartbeat",
     "Line", "Log", "Logs", "LostTo", "Measured", "Metrics", "MetricsLine", "NotFinite", "Pauses",
-    "RankBeat", "Record", "RunDirectory", "StartDirectory", "SweepDirectory", "SweepPoint",
+    "RankBeat", "Record", "RunDirectory", "Speed", "StartDirectory", "SweepDirectory", "SweepPoint",
     "best_checkpoint", "best_evaluation", "checkpoints", "find", "find_run", "find_runs",
     "is_job_id", "last_checkpoint", "last_lines", "list_runs", "list_sweeps", "locked",
-    "measured_steps", "name_in_shell", "read_columns", "read_errors", "read_exit_code",
+    "measured_steps", "name_in_shell", "plan_id", "read_columns", "read_errors", "read_exit_code",
     "read_exit_warning", "read_heartbeat", "read_measured", "read_metrics", "read_nodes",
-    "read_pauses", "read_requeue_error", "read_stall", "read_starts", "runs_directory",
-    "start_of_job", "stem_of", "step_of", "sweep_of",
+    "read_pauses", "read_requeue_error", "read_speed", "read_stall", "read_starts",
+    "runs_directory", "start_of_job", "stem_of", "step_of", "sweep_of",
 ]  # fmt: skip

@@ -14,23 +14,27 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import chain, groupby
 from math import inf
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from statistics import mean, median
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
+from zlib import crc32
 
 from pipectl.fields import FieldError, LenientFields, read_value
-from pipectl.files import open_regular
-from pipectl.runs.directory import RunDirectory
-from pipectl.runs.readers import Heartbeat, LostTo, RankBeat, Share
+from pipectl.files import MAX_BYTES, open_regular, read_limited
+from pipectl.runs.directory import RunDirectory, step_of
+from pipectl.runs.readers import Heartbeat, LostTo, RankBeat, Share, last_checkpoint
 from pipectl.runs.record import PROFILING, Record
 
 _FULL_SHARE = 0.9
 """A smaller share of its cores counts as a loss of a rank."""
 WARM_UP_STEPS = 3
 """Number of first steps, which are slower; their times are left out if there are others."""
+_RECENT = 20
+"""Steps of which the figures of a run that goes on are medians."""
 _EDGE = 40
 """Lines read at either end of a long file."""
 _MAX_BYTES, _CHUNK, _MAX_LINE = 1 << 28, 1 << 20, 1 << 20
@@ -39,7 +43,7 @@ _BEGIN = 256
 _MAX_RARE = {b'"evaluation"': 1000, b'"not_finite"': 10_000, b'"rebalanced"': 1000}
 """Maximum lines that are kept, by the key that tells them from those of training steps."""
 _MAX_STARTS = 1000
-_MAX_CURVE = 2000
+_MAX_CURVE, _MAX_SPREAD = 2000, 500
 
 
 def _to_finite(value: Any) -> float:
@@ -62,7 +66,6 @@ def _to_text(value: Any) -> str:
     return text.encode(errors="replace").decode()
 
 
-T = TypeVar("T")
 Finite = Annotated[float, _to_finite]
 Words = Annotated[str, _to_text]
 
@@ -90,14 +93,15 @@ class NotFinite(LenientFields):
 
 
 _HINTS = {
-    "processes": "end them, or ask for nodes of your own (`slurm.options: {exclusive: true}` or "
-    "`pbs.options: {l: [place=scatter:excl]}`); these times say nothing about the plan",
-    "limit": "raise it to the cores that the ranks compute with; these times say nothing about the "
-    "plan",
-    "hypervisor": "use a machine that does not share its cores; these times say nothing about the "
-    "plan",
+    "limit": "raise it to the cores that the ranks compute with",
+    "hypervisor": "use a machine that does not share its cores",
 }
 """What to do, by who had the rest of the cores' time."""
+_HINTS_OF_BATCH = {
+    "slurm": "ask for whole nodes: `slurm.options: {exclusive: true}`",
+    "pbs": "ask for whole nodes: `pbs.options: {l: [place=scatter:excl]}`",
+}
+"""What to do about other processes, by batch system."""
 
 
 @dataclass(frozen=True)
@@ -128,9 +132,14 @@ class CoreShare(LenientFields):
         share = round(mean(each for each, _ in less), 3)
         return CoreShare(share, len(less), worst.rank, worst.lost_to, worst.limit_cores)
 
-    @property
-    def hint(self) -> str:
-        """What to do about it."""
+    def hint(self, scheduler: str) -> str:
+        """What to do about it, beyond ending other processes.
+
+        Args:
+            scheduler: name of the run's batch system.
+        """
+        if self.lost_to == "processes":
+            return _HINTS_OF_BATCH.get(scheduler, "")
         return _HINTS.get(self.lost_to or "", "")
 
     def describe(self, beats: Sequence[RankBeat]) -> str:
@@ -179,6 +188,7 @@ class MetricsLine(LenientFields):
     Args:
         attempt: number of the job's start, from 1.
         steps: number of steps of the run.
+        plan: under which the step was made, see :func:`plan_id`; empty if the line does not say it.
         loss: None if it is not finite.
         gradient_norm: None if gradients are not clipped.
         skipped: whether gradients overflowed in float16, so that nothing was updated.
@@ -190,6 +200,7 @@ class MetricsLine(LenientFields):
     attempt: int
     step: int
     steps: int | None = None
+    plan: Words = ""
     time: Finite | None = None
     loss: Finite | None = None
     step_time_s: Finite | None = None
@@ -326,6 +337,11 @@ class Metrics:
         self._parsed_curve, lines = self._merge(self._parsed_curve, self._curve)
         return lines
 
+    def spread(self) -> list[MetricsLine]:
+        """Return what was read for medians of all steps: of many steps, some hundred."""
+        texts = self._curve[:: -(-len(self._curve) // _MAX_SPREAD) or 1]
+        return self._merge(self._parsed_lines, texts)[1]
+
     def _merge(self, parsed: _Parsed, texts: Iterable[bytes]) -> tuple[_Parsed, list[MetricsLine]]:
         """Parse lines that are not among ``parsed``; returns all that are, and merges attempts."""
         rare = chain.from_iterable(self._rare.values())
@@ -425,15 +441,64 @@ def merge_attempts(lines: Iterable[MetricsLine]) -> list[MetricsLine]:
     return [kept[key] for key in sorted(kept)]
 
 
+def plan_id(run: RunDirectory) -> str:
+    """Return what tells the present plan of a run from its earlier ones; empty without a plan."""
+    with suppress(OSError):
+        return _id_of(run.plan, run.plan.stat().st_mtime_ns)
+    return ""
+
+
+@lru_cache(maxsize=1024)
+def _id_of(path: Path, _changed_at_ns: int) -> str:
+    return f"{crc32(read_limited(path, MAX_BYTES)):08x}"
+
+
 @dataclass(frozen=True)
-class Measured:
+class Speed:
+    """Medians of steps under the present plan of a run, without the first ones.
+
+    Args:
+        timed_steps: number of these steps.
+        is_of_plan: whether the run has made other steps under another plan.
+        samples_per_s, tokens_per_s, step_time_s: None if there is no such step.
+        processor: the same of the share of cores; None if ranks got all, or if it is not known.
+    """
+
+    timed_steps: int = 0
+    is_of_plan: bool = False
+    samples_per_s: float | None = None
+    tokens_per_s: float | None = None
+    step_time_s: float | None = None
+    processor: CoreShare | None = None
+
+    @staticmethod
+    def of(lines: Sequence[MetricsLine], plan: str = "", most: int | None = None) -> Speed:
+        """The speed by all lines of a run.
+
+        Args:
+            plan: the present one, see :func:`plan_id`; by default that of the last step.
+            most: number of the last steps that count; None for all.
+        """
+        own = _steps_under(plan, lines)
+        timed = _without_first([line for line in own if line.step_time_s])[-(most or 0) :]
+        return Speed(
+            timed_steps=len(timed),
+            is_of_plan=sum(line.is_step for line in lines) > len(own),
+            samples_per_s=_usual(line.samples_per_s for line in timed),
+            tokens_per_s=_usual(line.tokens_per_s for line in timed),
+            step_time_s=_usual(line.step_time_s for line in timed),
+            processor=_usual_share(timed),
+        )
+
+
+@dataclass(frozen=True)
+class Measured(Speed):
     """Figures of a run; None if they are not known yet.
 
     Args:
-        first_loss, last_loss: losses of the first and last recorded steps.
-        samples_per_s, tokens_per_s, step_time_s: medians without the first steps, and under the
-            last plan only.
-        processor: the same of the share of cores; None if ranks got all, or if it is not known.
+        first_loss, last_loss: losses of the first and last recorded steps; None also if they were
+            not finite.
+        has_losses: whether these steps are recorded.
         evaluation: metrics of the last evaluation, after ``evaluation_step``.
         early_stop: why training ended after that evaluation; empty if it did not.
         not_finite: steps whose loss, gradients or buffers were not finite.
@@ -446,10 +511,7 @@ class Measured:
     steps: int | None = None
     first_loss: float | None = None
     last_loss: float | None = None
-    samples_per_s: float | None = None
-    tokens_per_s: float | None = None
-    step_time_s: float | None = None
-    processor: CoreShare | None = None
+    has_losses: bool = False
     evaluation_step: int | None = None
     evaluation: Mapping[str, float | None] = field(default_factory=dict)
     early_stop: str = ""
@@ -466,24 +528,33 @@ class Measured:
         return max(0, self.steps - self.step) * self.step_time_s
 
 
-def sum_up(lines: Sequence[MetricsLine]) -> Measured:
-    """Summarise the lines that :func:`read_metrics` returns."""
+def sum_up(
+    lines: Sequence[MetricsLine], plan: str = "", goes_on_after: int | None = None
+) -> Measured:
+    """Summarise the lines that :func:`read_metrics` returns.
+
+    Args:
+        plan: the present one, see :class:`Speed`.
+        goes_on_after: step after which a start goes on that has recorded none yet. What earlier
+            starts did after it will be done again.
+    """
+    speed = Speed.of(lines, plan, _RECENT)
+    if goes_on_after is not None:
+        lines = [line for line in lines if line.step <= goes_on_after]
     steps = [line for line in lines if line.is_step]
     last = steps[-1] if steps else MetricsLine(0, 0)
+    step = last.step if goes_on_after is None else goes_on_after
     evaluation = next((line for line in reversed(lines) if line.evaluation is not None), None)
     faults = [line for line in lines if line.not_finite is not None]
     moves = [(line.step, line.rebalanced.why) for line in lines if line.rebalanced is not None]
-    last_move = moves[-1][0] if moves else 0
-    recent = [line for line in steps if line.step > last_move] or steps
+    has_losses = bool(steps) and last.step == step
     return Measured(
-        step=last.step,
+        **vars(speed),
+        step=step,
         steps=last.steps,
-        first_loss=steps[0].loss if steps else None,
-        last_loss=last.loss,
-        samples_per_s=_usual(line.samples_per_s for line in recent),
-        tokens_per_s=_usual(line.tokens_per_s for line in recent),
-        step_time_s=_usual(line.step_time_s for line in recent),
-        processor=_usual_share(recent),
+        first_loss=steps[0].loss if has_losses else None,
+        last_loss=last.loss if has_losses else None,
+        has_losses=has_losses,
         evaluation_step=evaluation.step if evaluation else None,
         evaluation=(evaluation and evaluation.evaluation) or {},
         early_stop=evaluation.early_stop if evaluation else "",
@@ -494,25 +565,38 @@ def sum_up(lines: Sequence[MetricsLine]) -> Measured:
     )
 
 
+def _steps_under(plan: str, lines: Sequence[MetricsLine]) -> list[MetricsLine]:
+    """Return the steps that were made under a plan.
+
+    Lines of earlier versions name no plan: it is then that of the last start, from where that was
+    rebalanced.
+    """
+    steps = [line for line in lines if line.is_step]
+    last = steps[-1] if steps else MetricsLine(0, 0)
+    if last.plan:
+        return [line for line in steps if line.plan == (plan or last.plan)]
+    moved = max((line.step for line in lines if line.rebalanced is not None), default=0)
+    return [line for line in steps if line.attempt == last.attempt and line.step > moved]
+
+
 def _explain_fault(fault: NotFinite | None) -> str:
     return "" if fault is None else "; ".join(filter(None, (str(fault), fault.cause)))
 
 
 def _usual(figures: Iterable[float | None]) -> float | None:
-    """The median of the figures of steps, without the first ones."""
     known = [each for each in figures if each]
-    return median(_without_first(known)) if known else None
+    return median(known) if known else None
 
 
 def _usual_share(steps: Sequence[MetricsLine]) -> CoreShare | None:
-    """The median share of cores in steps, without the first ones; None if ranks got all."""
-    known = [line.processor for line in _without_first(steps) if line.processor is not None]
+    """The median share of cores in steps; None if ranks got all."""
+    known = [line.processor for line in steps if line.processor is not None]
     usual = sorted(known, key=attrgetter("share"))[len(known) // 2] if known else None
     return usual if usual is not None and usual.ranks else None
 
 
-def _without_first(figures: Sequence[T]) -> Sequence[T]:
-    return figures[max(0, min(WARM_UP_STEPS, len(figures) - 1)) :]
+def _without_first(steps: Sequence[MetricsLine]) -> Sequence[MetricsLine]:
+    return steps[max(0, min(WARM_UP_STEPS, len(steps) - 1)) :]
 
 
 def read_measured(
@@ -523,17 +607,32 @@ def read_measured(
 ) -> Measured:
     """Return the figures of a run; steps are percent if the run only profiles.
 
+    The speed is that of the last steps, see :func:`read_speed`.
+
     Args:
         heartbeat: the last one; None before the first.
         metrics: those of the run, which were read before; None to read them from the begin.
     """
     heartbeat = heartbeat or Heartbeat()
-    if record is None or record.kind != PROFILING:
-        lines = (metrics or Metrics(run.metrics)).lines()
-        measured = sum_up(lines)
-        # After a resume, training goes on from a checkpoint, often of an earlier step.
-        before = max((line.attempt for line in lines if line.is_step), default=heartbeat.attempt)
-        if heartbeat.step and before < heartbeat.attempt:
-            measured = replace(measured, step=heartbeat.step, steps=heartbeat.steps)
-        return measured
-    return Measured(step=heartbeat.step or 0, steps=record.steps)
+    if record is not None and record.kind == PROFILING:
+        return Measured(step=heartbeat.step or 0, steps=record.steps)
+    lines = (metrics or Metrics(run.metrics)).lines()
+    last = max((line.attempt for line in lines if line.is_step), default=heartbeat.attempt)
+    if last >= heartbeat.attempt:
+        return sum_up(lines, plan_id(run))
+    # It goes on from a checkpoint, often of an earlier step. It says 0 until it has read that.
+    checkpoint = last_checkpoint(run)
+    begins_at = heartbeat.step or (0 if checkpoint is None else step_of(checkpoint) or 0)
+    return replace(sum_up(lines, plan_id(run), begins_at), steps=heartbeat.steps)
+
+
+def read_speed(run: RunDirectory, metrics: Metrics | None = None) -> Speed:
+    """Return the speed of all steps under the present plan; see :meth:`Metrics.spread`.
+
+    Args:
+        metrics: those of the run, which were read just now; None to read them from the begin.
+    """
+    if metrics is None:
+        metrics = Metrics(run.metrics)
+        metrics.lines()
+    return Speed.of(metrics.spread(), plan_id(run))

@@ -12,9 +12,16 @@ def evaluates(step: int) -> str:
     return f"evaluating{_AFTER_STEP}{step}"
 
 
-def is_between_steps(phase: str) -> bool:
-    """Return whether a phase names the step that has ended, whose reports may be on their way."""
-    return _AFTER_STEP in phase
+def saves(step: int) -> str:
+    """Return the phase in which ranks begin to save the state after a step."""
+    return f"saving{_AFTER_STEP}{step}"
+
+
+def step_before(phase: str) -> int | None:
+    """Return the step that a phase names, which has ended, but whose reports may be on their way;
+    None of other phases."""
+    number = phase.partition(_AFTER_STEP)[2]
+    return int(number) if number.isascii() and number.isdecimal() else None
 
 
 def without_details(phase: str) -> str:

@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 from pipectl.capture.shares import sum_of_parts
 from pipectl.fields import write_value
-from pipectl.runs import CoreShare, Heartbeat, NotFinite, RankBeat, StartDirectory
+from pipectl.runs import CoreShare, Heartbeat, NotFinite, RankBeat, StartDirectory, plan_id
 from pipectl.runtime.nodes import node_name
 from pipectl.runtime.processor import make_meter
 from pipectl.runtime.rank_process import say, warn
@@ -84,6 +84,7 @@ class Telemetry:
         self._communicator = communicator
         self._start = start
         self._steps = steps
+        self._plan = "" if communicator.rank else plan_id(start.run)
         self._process = psutil.Process()
         host, node = socket.gethostname(), node_name()
         self._me = RankBeat(communicator.rank, host, node, os.getpid(), stages)
@@ -206,6 +207,7 @@ class Telemetry:
             "attempt": self._start.number,
             "step": step,
             "steps": self._steps,
+            "plan": self._plan,
             "time": first.time,
             "loss": sum_of_parts([x for rank in self._loss_ranks for x in reports[rank].loss]),
             "step_time_s": first.step_time_s,

@@ -13,7 +13,7 @@ from pipectl.cluster import Cluster
 from pipectl.errors import PipectlError, UsageError
 from pipectl.files import write_text
 from pipectl.runs import StartDirectory, read_metrics
-from pipectl.runs.phases import TRAINS, evaluates
+from pipectl.runs.phases import TRAINS, evaluates, saves
 from pipectl.runtime.alarm import Alarm, OtherRankError
 from pipectl.runtime.asynchronous import AsynchronousSteps
 from pipectl.runtime.changed_optimizer import restore_optimizer
@@ -374,7 +374,7 @@ class Trainer:
         Args:
             unevaluated: whether an evaluation is due that has not been made.
         """
-        self._begin("saving")
+        self._begin("saving", saves(step))
         self._save_begun_after = step
         step_end, setup = self._step_end, self._setup
         updater = step_end.updater

@@ -15,6 +15,7 @@ from pipectl.cli.views.run import bar, sparkline
 from pipectl.errors import UsageError
 from pipectl.jobs.state import RunStatus
 from pipectl.runs import Measured, Record, RunDirectory, SweepDirectory
+from pipectl.runs.phases import evaluates, saves
 from pipectl.units import format_long_time
 
 
@@ -216,7 +217,7 @@ def test_wait_follows_a_local_run_to_its_end(cli, profile, mpiexec, monkeypatch,
         result = cli("submit", "job.yaml", "--scheduler", "local", "--wait")
     assert result.code == 0
     assert f"{only_run().name}  COMPLETED  local job " in result.out
-    assert "  loss          2.5 at first, 2.5 now\n" in result.out
+    assert "  loss          2.5 at first, 2.5 at the end\n" in result.out
     assert "RUNNING: training, step 1 of 4, loss 2.5\n" in result.err
     assert result.err.endswith("\nCOMPLETED\n")
 
@@ -225,18 +226,22 @@ def test_the_loss_of_the_last_step_is_none_of_an_evaluation(run_of):
     run = RunDirectory(run_of("20250103-120000-tiny").absolute())
     job = JobStatus(JobState.RUNNING)
     shown = {}
-    for phase in ("training", "evaluating after step 4", "saving"):
+    for phase in ("training", "warming up", evaluates(4), evaluates(5), saves(4), saves(5)):
         measured = Measured(step=4, steps=9, last_loss=2.5)
         status = RunStatus(run, run.start, None, job, phase, measured, None, (), [])
-        shown[phase] = status.progress[2], describe_progress(status)
+        shown[phase] = status.progress[::2], describe_progress(status).removeprefix("RUNNING: ")
+    loss = ", training loss 2.5"
     assert shown == {
-        "training": ("training, loss 2.5", "RUNNING: training, step 4 of 9, loss 2.5"),
+        "training": ((4, "training, loss 2.5"), "training, step 4 of 9, loss 2.5"),
+        "warming up": ((4, f"warming up{loss}"), f"warming up, step 4 of 9{loss}"),
         "evaluating after step 4": (
-            "evaluating after step 4, training loss 2.5",
-            "RUNNING: evaluating after step 4, training loss 2.5",
+            (4, f"evaluating after step 4{loss}"),
+            f"evaluating after step 4{loss}",
         ),
-        "saving": ("saving, training loss 2.5", "RUNNING: saving, step 4 of 9, training loss 2.5"),
-    }
+        "evaluating after step 5": ((5, "evaluating after step 5"), "evaluating after step 5"),
+        "saving after step 4": ((4, f"saving after step 4{loss}"), f"saving after step 4{loss}"),
+        "saving after step 5": ((5, "saving after step 5"), "saving after step 5"),
+    }, "that of step 5 is on its way"
 
 
 def test_whoever_waits_is_told_each_reason_once_and_its_hint(run_of, monkeypatch, capfd):

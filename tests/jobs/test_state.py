@@ -3,18 +3,23 @@ are asked by somebody who watches."""
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 from types import SimpleNamespace
 
 import pytest
 
 from pipectl.batch import JobState, JobStatus
 from pipectl.batch.process import NoAnswerError
+from pipectl.cluster import Device, Node, assumed_cluster
 from pipectl.jobs import recover, state
 from pipectl.jobs.state import Poller
 from pipectl.jobs.verdict import Answer, decide_state
-from pipectl.runs import Record, RunDirectory
+from pipectl.link import RowTimes
+from pipectl.runs import Measured, Record, RunDirectory
 from pipectl.runs.kept_code import KeptCode, KeptFile
+from pipectl.simulate import simulate
 from tests.batch.job_requests import check_table
 
 NOW, SUBMITTED = 1.7e9 + 3600, 1.7e9
@@ -188,3 +193,23 @@ def test_a_queue_that_hangs_is_waited_for_while_nothing_else_tells_of_a_run(
     assert waited == [patience_s]
     assert [status.job.state for status in statuses] == [verdict] * len(runs)
     assert {each.query_error for each in statuses} == {f"squeue: no answer within {patience_s} s"}
+
+
+def test_ranks_of_a_run_as_predicted_compute_for_all_of_the_step_but_the_bubble(tmp_path, pipeline):
+    """Updates of every replica, longer ones than a profile has, and recomputations included."""
+    plan = pipeline(2, 4, ranks=[0, 2])
+    first, last = plan.stages
+    stages = replace(first, ranks=(0, 1), recompute=True), replace(last, ranks=(2, 3))
+    plan = replace(plan, stages=stages, node_of_rank=(0,) * 4, micro_batch_size=2, batch_size=8)
+    device = Device("cpu", rows=RowTimes(end=0.5))
+    cluster = replace(assumed_cluster("c", [4], 4, None), nodes=(Node("n0", 4, 4, device),))
+    step = simulate(plan, cluster)
+    run = RunDirectory(tmp_path / "20250101-120000-tiny")
+    shown = {}
+    for factor in (1, 2):
+        measured = Measured(step_time_s=factor * step.step_time_s)
+        job, whole = JobStatus(JobState.COMPLETED), replace(plan, prediction=step.prediction)
+        status = state.RunStatus(run, run.start, None, job, "", measured, whole, (), [])
+        shown[factor] = status.efficiency
+    assert 0.3 < step.prediction.bubble < 0.9
+    assert shown[1] == pytest.approx(mean(step.utilisation)) == 2 * shown[2]

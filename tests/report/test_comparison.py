@@ -111,7 +111,9 @@ def test_what_a_step_is_said_to_have_spent_its_time_on(pipeline, snapshot):
         if name in OF_PROCESSORS:
             beats, shares = [RankBeat(0, node="n0"), RankBeat(1, node="n1")], OF_PROCESSORS[name]
             lines += [
-                f"  {label}: {text}" for s in shares for label, text in explain(found, s, beats)
+                f"  {label}: {text}"
+                for share in shares
+                for label, text in explain(found, share, beats, "slurm")
             ]
         lines += ["parts: " + ", ".join(f"{p} {p.time.measured_s:g}" for p in found.parts), ""]
     snapshot(Path(__file__).with_name("comparisons.txt"), "\n".join(lines))

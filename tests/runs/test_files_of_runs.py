@@ -4,6 +4,7 @@ import json
 import os
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -25,11 +26,13 @@ from pipectl.runs import (
     Record,
     RunDirectory,
     SweepPoint,
+    plan_id,
     read_errors,
     read_exit_code,
     read_heartbeat,
     read_measured,
     read_metrics,
+    read_speed,
 )
 from pipectl.runs.metrics import merge_attempts, sum_up
 from tests.batch.job_requests import check_table
@@ -163,7 +166,84 @@ def test_a_resumed_run_is_at_the_step_that_it_goes_on_from(run):
     assert read_measured(run, None, read_heartbeat(run.start)).step == 20
     Heartbeat("training", 10, STEPS, attempt=2).save(run.start.heartbeat)
     measured = read_measured(run, None, read_heartbeat(run.start))
-    assert (measured.step, measured.last_loss) == (10, 3 / 20)
+    assert (measured.step, measured.last_loss, measured.first_loss) == (10, 3 / 10, 3.0)
+
+
+def test_a_start_that_begins_again_shows_nothing_that_is_to_be_done_again(run):
+    """Without a checkpoint it begins at step 0; before it has read one, its heartbeat says 0."""
+    evaluation = json.dumps({"attempt": 1, "step": 20, "evaluation": {"loss": 1.0}})
+    lines = [*(step_line(step) for step in range(1, 21)), evaluation]
+    run.metrics.write_text("\n".join(lines) + "\n")
+    Heartbeat("training", 0, STEPS, attempt=2).save(run.start.heartbeat)
+    beat = read_heartbeat(run.start)
+    found = read_measured(run, None, beat)
+    assert (found.step, found.has_losses, found.first_loss, found.last_loss) == (
+        0,
+        False,
+        None,
+        None,
+    )
+    assert found.evaluation == {}
+    assert found.remaining_s == STEPS * 0.5
+    (run.checkpoints / "step-000012").mkdir(parents=True)
+    found = read_measured(run, None, beat)
+    assert (found.step, found.last_loss) == (12, 3 / 12)
+
+
+def test_the_speed_is_that_of_the_present_plan(run):
+    """40 steps of 40 ms under a plan, then some of 10 ms under another, then the first again."""
+    make_plan, line = run.plan.write_text, partial(step_line, samples_per_s=750.0)
+    make_plan("{}")
+    first = plan_id(run)
+    slow = [line(step, plan=first, step_time_s=0.04) for step in range(1, 41)]
+    run.metrics.write_text("\n".join(slow) + "\n")
+
+    def speeds(attempt):
+        """Of the last steps, and of all."""
+        beat = Heartbeat("training", 40, STEPS, attempt)
+        found = read_measured(run, None, beat), read_speed(run)
+        return [(each.step_time_s, each.timed_steps, each.is_of_plan) for each in found]
+
+    assert speeds(1) == [(0.04, 20, False), (0.04, 37, False)]
+    assert speeds(2) == [(0.04, 20, False), (0.04, 37, False)], "it has the same plan"
+    make_plan("{ }")
+    os.utime(run.plan, ns=(1, 1))
+    assert plan_id(run) != first
+    assert speeds(2) == [(None, 0, True)] * 2, "nobody knows the speed of a plan that never ran"
+    assert read_measured(run, None, Heartbeat("", 40, STEPS, 2)).remaining_s is None
+    fast = [line(40 + n, 2, plan=plan_id(run), step_time_s=0.01) for n in range(1, 10)]
+    run.metrics.write_text("\n".join([*slow, *fast]) + "\n")
+    assert speeds(2) == [(0.01, 6, True)] * 2
+    make_plan("{}")
+    os.utime(run.plan, ns=(2, 2))
+    assert speeds(3) == [(0.04, 20, True), (0.04, 37, True)]
+
+
+def test_lines_without_a_plan_count_from_the_last_start_and_rebalancing_on(run):
+    """As written by earlier versions."""
+    moved = {"attempt": 2, "step": 30, "rebalanced": {"why": "a rank is slow"}}
+    lines = [step_line(step, step_time_s=0.3) for step in range(1, 21)]
+    lines += [step_line(step, 2, step_time_s=0.2) for step in range(21, 31)]
+    for more, step_s in (
+        ([], 0.2),
+        ([json.dumps(moved), *(step_line(s, 2, step_time_s=0.1) for s in (31, 32))], 0.1),
+        ([step_line(33, 3, step_time_s=0.05)], 0.05),
+    ):
+        lines += more
+        run.metrics.write_text("\n".join(lines) + "\n")
+        found = read_measured(run, None, None), read_speed(run)
+        assert [each.step_time_s for each in found] == [step_s, step_s]
+
+
+def test_the_speed_of_a_long_run_that_is_over_is_that_of_all_its_steps(run):
+    """Its last ones are slower; some hundred tell that."""
+    times = {step: 0.5 + 0.1 * (step % 7) + (step > 15_000) for step in range(1, STEPS + 1)}
+    lines = [step_line(step, step_time_s=time_s) for step, time_s in times.items()]
+    run.metrics.write_text("\n".join(lines) + "\n")
+    assert read_measured(run, None, None).step_time_s == pytest.approx(1.8, abs=0.11)
+    found = read_speed(run)
+    assert found.step_time_s == pytest.approx(0.9, abs=0.11)
+    assert 250 < found.timed_steps < 600
 
 
 def test_metrics_are_read_from_where_the_last_reading_ended(run):

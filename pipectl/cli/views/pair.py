@@ -13,6 +13,7 @@ from pipectl.cli.console import plain, table
 from pipectl.jobs.state import RunStatus
 from pipectl.report.charts import titled
 from pipectl.report.pair import Pair
+from pipectl.runs import REHEARSAL, TRAINING
 from pipectl.units import format_bytes, format_long_time, format_time, plural
 
 Row = tuple[str, ...]
@@ -33,22 +34,28 @@ class PairView:
     @property
     def verdict(self) -> Iterator[str]:
         """Sentences on their losses and their speed."""
-        common, equal = len(self.pair.common), self.pair.equal_steps
-        if not common:
-            yield "they have no step in common"
-        elif equal == common:
-            yield f"losses: equal to the bit in {plural(common, 'common step')}"
-        elif equal:
-            yield f"losses: equal to the bit for {plural(equal, 'step')}, different from then on"
-        else:
-            yield "losses: different from the first step on"
-        first, second = self.pair.usual("samples_per_s")
+        kinds = (one.record.kind if one.record else TRAINING for one in self._statuses)
+        if REHEARSAL not in kinds:  # which has none
+            yield self._compare_losses()
+        first, second = (speed.samples_per_s for speed in self.pair.speeds)
         if first and second:
             ratio = max(first, second) / min(first, second)
             faster, slower = self.names if first > second else reversed(self.names)
             same = ratio - 1 < _EVEN
-            how = "the same" if same else f"{faster} is {ratio:.2f} times as fast as {slower}"
-            yield f"speed: {how}"
+            how = f"{faster} is {ratio:.2f} times as fast as {slower}, by samples/s"
+            yield f"speed: {'the same' if same else how}"
+
+    def _compare_losses(self) -> str:
+        common, equal = len(self.pair.common), self.pair.equal_steps
+        if not common:
+            return "they have no step in common"
+        if equal == common:
+            return f"losses: equal to the bit in {plural(common, 'common step')}"
+        differ = f"different from {'then' if equal else 'the first step'} on"
+        if (step := self.pair.first_not_finite) is not None:
+            differ = f"not finite in step {step} of both"
+        alike = f"equal to the bit for {plural(equal, 'step')}, " if equal else ""
+        return f"losses: {alike}{differ}"
 
     @cached_property
     def figures(self) -> list[Row]:
@@ -58,20 +65,21 @@ class PairView:
     def _figures(self) -> Iterator[Row]:
         first, second = self._statuses
         yield "state", first.job.state.value, second.job.state.value
-        steps = (f"{one.measured.step} of {one.steps}" for one in self._statuses)
+        steps = (f"{one.step} of {one.steps}" for one in self._statuses)
         yield "steps", *steps
         for name, values in self.pair.losses.items():
             label = "loss, last common step" if name == "loss" else titled(name)
-            yield label, *(_or_empty(value, "{:.6g}".format) for value in values)
-        yield "step", *(_or_empty(each, format_time) for each in self.pair.usual("step_time_s"))
-        speeds = self.pair.usual("samples_per_s")
-        yield "samples/s", *(_or_empty(each, "{:.1f}".format) for each in speeds)
+            yield label, *(_or_empty(value, "{:.6g}".format) or "none" for value in values)
+        speeds = self.pair.speeds
+        yield "median step", *(_or_empty(each.step_time_s, format_time) for each in speeds)
+        yield "samples/s", *(_or_empty(each.samples_per_s, "{:.1f}".format) for each in speeds)
         predicted = (first.predicted_step_s, second.predicted_step_s)
         yield "predicted step", *(_or_empty(each, format_time) for each in predicted)
         peaks = [max((p.measured_bytes for p in one.peaks), default=None) for one in self._statuses]
         yield "memory of a rank", *(_or_empty(each, format_bytes) for each in peaks)
-        ran = (first.times.run_s, second.times.run_s)
-        yield "ran for", *(_or_empty(each, format_long_time) for each in ran)
+        ran = (_or_empty(one.times.run_s, format_long_time) for one in self._statuses)
+        last = (" (last start)" if one.restarts else "" for one in self._statuses)
+        yield "ran for", *(time and time + which for time, which in zip(ran, last, strict=True))
         hours = (first.times.node_hours, second.times.node_hours)
         yield "node-hours", *(_or_empty(each, "{:.3g}".format) for each in hours)
         plans = [one.plan.summary if one.plan else "" for one in self._statuses]

@@ -27,6 +27,7 @@ from pipectl.jobs.run_json import Subject, runs_json
 from pipectl.jobs.state import RunStatus, find_best
 from pipectl.runs import (
     PROFILING,
+    TRAINING,
     Logs,
     SweepDirectory,
     best_checkpoint,
@@ -205,7 +206,8 @@ def _processor(status: RunStatus) -> Iterator[Fact]:
     """Who had the cores of the ranks: before all figures, which depend on it."""
     if (processor := status.measured.processor) is not None:
         yield "processor", processor.describe(status.ranks), "red"
-        yield "", processor.hint, ""
+        if status.record is not None and (hint := processor.hint(status.record.scheduler)):
+            yield "", hint, ""
 
 
 def _progress(status: RunStatus) -> Iterator[Fact]:
@@ -214,21 +216,23 @@ def _progress(status: RunStatus) -> Iterator[Fact]:
     if status.phase not in ("", TRAINS) and alive:
         yield "phase", status.phase, ""
     if status.steps:
-        picture = bar(so_far.step / status.steps, 20).replace(" ", "░")
-        done = f"{so_far.step}%" if _measures(status) else f"step {so_far.step} of {status.steps}"
+        picture = bar(status.step / status.steps, 20).replace(" ", "░")
+        done = f"{status.step}%" if _measures(status) else f"step {status.step} of {status.steps}"
         left_s = so_far.remaining_s if alive else None
         left = f", {format_long_time(left_s)} left" if left_s else ""
         yield "progress", f"{picture} {done}{left}", ""
-    if so_far.first_loss is not None:
-        yield "loss", f"{so_far.first_loss:.4g} at first, {_figure(so_far.last_loss)} now", ""
+    if so_far.has_losses and (status.record is None or status.record.kind == TRAINING):
+        first, last = _figure(so_far.first_loss), _figure(so_far.last_loss)
+        when = "at the end" if status.job.state.final else "now"
+        yield "loss", f"{first} at first, {last} {when}", ""
     if so_far.rebalanced:
-        *more, last = so_far.rebalanced
+        *more, moved = so_far.rebalanced
         before = f"; {plural(len(more), 'time')} before it" if more else ""
-        yield "rebalanced", f"after step {last}: {so_far.why}{before}", ""
+        yield "rebalanced", f"after step {moved}: {so_far.why}{before}", ""
     if so_far.not_finite:
-        *more, last = so_far.not_finite
+        *more, at = so_far.not_finite
         before = f"; {plural(len(more), 'step')} before it" if more else ""
-        yield "not finite", f"step {last}: {so_far.fault}{before}", "red"
+        yield "not finite", f"step {at}: {so_far.fault}{before}", "red"
     if so_far.evaluation:
         values = ", ".join(f"{name} {_figure(value)}" for name, value in so_far.evaluation.items())
         end = f"; the training ended: {so_far.early_stop}" if so_far.early_stop else ""
@@ -249,20 +253,17 @@ def _times(status: RunStatus) -> Iterator[Fact]:
     if status.job.state.waits and status.record is not None and status.record.after:
         names = ", ".join(map(whole, status.record.after))
         yield "after", f"starts once {names} has completed", ""
+    in_this_start = " in this start" if status.restarts else ""
     words = (
         (times.waited_s, "has waited {}" if status.job.state.waits else "waited {}"),
-        (times.run_s, "runs for {}" if alive else "ran for {}"),
+        (times.run_s, f"{'runs' if alive else 'ran'} for {{}}{in_this_start}"),
         (times.left_s, "{} of its walltime left"),
     )
     said = [text.format(_whole_time(time_s)) for time_s, text in words if time_s is not None]
     if said:
         yield "time", ", ".join(said), ""
     if times.node_hours is not None:
-        yield (
-            "used",
-            f"{times.node_hours:.3g} node-hours" + " in this start" * bool(status.restarts),
-            "",
-        )
+        yield "used", f"{times.node_hours:.3g} node-hours{in_this_start}", ""
     if (last := status.last_step) is not None:
         yield "too short", _what_then(status, last), "yellow"
 
@@ -288,7 +289,7 @@ def _pace(status: RunStatus) -> Iterator[Fact]:
     so_far, ratio = status.measured, status.prediction_ratio
     step_s = so_far.step_time_s
     if step_s is not None:
-        text = f"{format_time(step_s)} per step"
+        text = f"{format_time(step_s)} per step{_of_steps(status)}"
         if so_far.samples_per_s:
             text += f", {so_far.samples_per_s:.1f} samples/s"
         if so_far.tokens_per_s:
@@ -304,9 +305,20 @@ def _pace(status: RunStatus) -> Iterator[Fact]:
         text, style = f"{format_time(status.predicted_step_s)} per step", ""
         if ratio is not None:
             style, change = "yellow" if ratio >= _SLOWER else "green", abs(ratio - 1)
-            how = f"{change:.0%} {'slower' if ratio > 1 else 'faster'}"
-            text += f"; the run is {how if change >= 0.005 else 'as fast as that'}"
+            how = f"is {change:.0%} {'slower' if ratio > 1 else 'faster'}"
+            how = how if change >= 0.005 else "is as fast as that"
+            text += f"; the run {how if change <= 1 else f'takes {ratio:.2f} times that'}"
         yield "predicted", text, style
+
+
+def _of_steps(status: RunStatus) -> str:
+    """Of which steps the speed is the median."""
+    so_far = status.measured
+    if so_far.timed_steps < 2:
+        return ""
+    last = "" if status.job.state.final else "the last "
+    plan = " under the last plan" if so_far.is_of_plan else ""
+    return f" (median of {last}{so_far.timed_steps}{plan})"
 
 
 def _difference(step: int, parts: Mapping[str, float]) -> Iterator[Fact]:
@@ -387,14 +399,14 @@ def _row(status: RunStatus) -> dict[str, str | Text]:
     record, so_far, peaks = status.record, status.measured, status.peaks
     sweep = None if record is None else record.sweep
     left_s = so_far.remaining_s if status.job.state.alive else None
-    step = f"{so_far.step}/{status.steps}" if status.steps else ""
+    step = f"{status.step}/{status.steps}" if status.steps else ""
     pace = "yellow" if (status.prediction_ratio or 0) >= _SLOWER else ""
     return {
         "run": status.run.name,
         "values": "" if sweep is None else values_text(sweep.values),
         "state": plain(status.job.reason) if status.is_closed else _state(status),
         "on": record.scheduler if record else "",
-        "step": f"{so_far.step}%" if _measures(status) else step,
+        "step": f"{status.step}%" if _measures(status) else step,
         "loss": _figure(so_far.last_loss, ""),
         "per step": plain(_time(so_far.step_time_s), pace),
         "predicted": plain(_time(status.predicted_step_s), pace),
@@ -505,8 +517,9 @@ def ranks_table(status: RunStatus, max_rows: int | None = None) -> RenderableTyp
         )
     if len(ranks) < count:
         rows.append(("…", f"{count - len(ranks)} more", *[""] * 6))
-    heads = ("rank", "node", "stage", "busy", "waits", "computes per step", "memory", "predicted")
-    optional = ("predicted", "computes per step", "busy", "stage", "waits", "memory", "node")
+    computes = "computes in last step"
+    heads = ("rank", "node", "stage", "busy", "waits", computes, "memory", "predicted")
+    optional = ("predicted", computes, "busy", "stage", "waits", "memory", "node")
     parts: list[RenderableType] = [table(heads, rows, left=heads[1:4], optional=optional)]
     heartbeat = read_heartbeat(status.start)
     if heartbeat and (sent := heartbeat.messages):
