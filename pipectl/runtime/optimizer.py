@@ -53,7 +53,7 @@ class Origin(NamedTuple):
 
     Args:
         kind: its class, with the package.
-        options: of the job, as JSON.
+        options: of the job and of the groups, as JSON.
     """
 
     kind: str
@@ -69,7 +69,7 @@ class Updater:
         watches: whether the schedule follows the loss of evaluations, as ReduceLROnPlateau does.
         losses: of evaluations, which such a schedule has received.
         parameters: of the optimizer, by full name.
-        options: of the optimizer in the job, as JSON.
+        options: of the optimizer in the job and in its groups, as JSON.
     """
 
     optimizer: torch.optim.Optimizer | None
@@ -193,7 +193,13 @@ def make_updater(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> Up
     unhooked = [(name, each) for name, each in trained.items() if not has_gradient_hooks(each)]
     optimizer = make_optimizer(job, trained)
     refuse_parameter_hooks(unhooked)
-    options = json.dumps(job.spec.optimizer.model_dump(mode="json"), sort_keys=True)
+    # A script, or a function, may make another optimizer of the same options in the job.
+    in_groups = [
+        {key: value for key, value in group.items() if isinstance(value, _COMPARED)}
+        for group in optimizer.param_groups
+    ]
+    in_job = job.spec.optimizer.model_dump(mode="json")
+    options = json.dumps([in_job, in_groups], sort_keys=True)
     updater = Updater(optimizer, None, parameters=trained, options=options)
     if is_of_script:
         assert job.script is not None
