@@ -96,6 +96,7 @@ class Profile(DataFile):
         code: files that the model and the data have loaded, and that no import names.
         redrawn: a parameter, buffer or other tensor of the model that has another initial value
             each time the model is built; null if none was found.
+        script_samples: samples of a step of the job's script by itself; null without one.
     """
 
     hint: ClassVar[str] = "write a new one with: pipectl profile JOB.yaml"
@@ -132,6 +133,7 @@ class Profile(DataFile):
     uneven_metrics: tuple[str, ...] = ()
     code: tuple[LoadedFile, ...] = ()
     redrawn: str | None = None
+    script_samples: Count | None = None
 
     def batches(self, batch_size: int, *, drop_last: bool) -> tuple[int, ...]:
         """Return the different sizes of the batches of an epoch, largest first.

@@ -23,8 +23,24 @@ def warnings_of(spec: JobSpec, profile: Profile) -> list[str]:
         splitting_warning,
         metrics_warning,
         redrawing_warning,
+        batch_warning,
     )
     return [text for text in (each(spec, profile) for each in say) if text]
+
+
+def batch_warning(spec: JobSpec, profile: Profile) -> str:
+    """A warning if the steps of a job are not those of its script; empty if they are."""
+    samples, training = profile.script_samples, spec.training
+    if samples in (None, training.batch_size) or not spec.data.is_of_script:
+        return ""
+    steps = f"training.steps: {training.steps}"
+    if spec.evaluation is not None and spec.evaluation.every is not None:
+        steps += f" and evaluation.every: {spec.evaluation.every}"
+    return (
+        f"a step of the script has {samples} samples, and training.batch_size is "
+        f"{training.batch_size}: {steps} count steps of the job; if the script has an argument for "
+        "its batch size, init with it sets all of them"
+    )
 
 
 def redrawing_warning(_: JobSpec, profile: Profile) -> str:

@@ -147,6 +147,7 @@ def profile_job(
             profile,
             readings=readings,
             redrawn=redrawn,
+            script_samples=None if job.script is None else job.script.samples_per_step,
             smallest=SmallestMicroBatch(smallest, reason) if reason else None,
             epoch=job.loader.counts,
             halved_loss=None if isinstance(loss, str) else loss,

@@ -21,6 +21,7 @@ from pipectl.jobs.planning import gather, make_plan_request
 from pipectl.jobs.prepare import prepare
 from pipectl.jobs.verify import refuse_unrepeatable
 from pipectl.jobs.warnings import (
+    batch_warning,
     coupling_warning,
     loss_warning,
     metrics_warning,
@@ -36,6 +37,7 @@ from pipectl.profile_parts import Readings
 from pipectl.runs import RunDirectory
 from pipectl.simulate import simulate
 from pipectl.spec import SpecFile, evaluation_key, load, plan_key, profile_key
+from pipectl.spec.code_sections import Data
 from tests.batch.job_requests import check_table
 
 HERE = Path(__file__).parent
@@ -274,6 +276,16 @@ def test_what_was_found_in_an_evaluation_is_not_said_of_another(write_job, profi
     ):
         assert warn(spec, tried).startswith(words)
         assert warn(other, tried) == warn(spec, profile) == ""
+
+
+def test_steps_of_other_batches_than_those_of_the_script_are_told(write_job, profile):
+    spec = load(write_job(), check_files=False)
+    ours, batch = spec.model_copy(update={"data": Data(factory="script")}), spec.training.batch_size
+    other = replace(profile, script_samples=batch // 2)
+    assert batch_warning(ours, other).startswith(f"a step of the script has {batch // 2} samples")
+    same = replace(profile, script_samples=batch)
+    fine = [(ours, same), (spec, other), (ours, profile)]
+    assert [batch_warning(*each) for each in fine] == ["", "", ""]
 
 
 @pytest.mark.parametrize(
