@@ -84,6 +84,7 @@ class CapturedJob:
         loader: of the training data.
         states: parameters and buffers by full name within the wrapper, tied ones once. With
             ``materialize: per_rank`` they have no memory until :meth:`materialize` is called.
+        sizes: of ``states``, also of those that were released.
         tied: further names of tied states to the name in ``states``.
 
     Raises:
@@ -110,6 +111,7 @@ class CapturedJob:
             **dict(self.wrapper.named_parameters()),
             **dict(self.wrapper.named_buffers()),
         }
+        self.sizes = {name: tensor.shape for name, tensor in self.states.items()}
         refuse_unsaved(self.states)
         refuse_overlaps(self.states)
         self._names = {id(tensor): name for name, tensor in self.states.items()}

@@ -22,6 +22,8 @@ from pipectl.runtime.optimizer import (
     refuse_half_parameters,
     tensors_in_state,
 )
+from pipectl.runtime.option_trials import refuse_unsteady_options
+from pipectl.runtime.trial_parameters import lent
 from pipectl.runtime.update_trials import (
     refuse_coupled_updates,
     refuse_late_changes,
@@ -41,13 +43,19 @@ def optimizer_cost(job: CapturedJob, device: Device) -> OptimizerCost:
         CaptureError: the optimizer fails, or cannot be used by ranks with some of the parameters
             each.
     """
-    clock, place = clock_of(device), device.torch_device
+    place = device.torch_device
     refuse_outer_state(job, place)
+    refuse_unsteady_options(job, place)
     if may_divide(job.spec):
         refuse_coupled_updates(job, place)
     with as_refusal():
         refuse_late_changes(job, place)
-    sample = _sample(job, place)
+    with lent(job, _sample(job, place)) as sample:
+        return _cost(job, sample, device)
+
+
+def _cost(job: CapturedJob, sample: Mapping[str, nn.Parameter], device: Device) -> OptimizerCost:
+    clock, place = clock_of(device), device.torch_device
     size_bytes = sum(parameter.nbytes for parameter in sample.values()) or 1
     for parameter in sample.values():
         # Of zeros, Adam's step takes three times as long as of any other gradient.
@@ -100,13 +108,14 @@ def _step_memory(job: CapturedJob, device: torch.device) -> StepMemory:
         names = trained[:count]
         if not names:
             return 0
-        sample = {name: nn.Parameter(torch.zeros(_STEP_SHAPE, device=device)) for name in names}
-        optimizer = make_optimizer(job, sample)
-        for parameter in sample.values():
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-        with record_allocated(device) as recording:
+        values = {name: torch.zeros(_STEP_SHAPE, device=device) for name in names}
+        with lent(job, values) as sample:
+            optimizer = make_optimizer(job, sample)
+            for parameter in sample.values():
+                parameter.grad = torch.zeros_like(parameter)
             optimizer.step()
+            with record_allocated(device) as recording:
+                optimizer.step()
         return recording.phases[-1].peak_bytes
 
     one, two, three = map(peak_bytes, (1, 2, 3))
@@ -116,9 +125,9 @@ def _step_memory(job: CapturedJob, device: torch.device) -> StepMemory:
     return StepMemory(*(round(part / parameter_bytes, 3) for part in parts))
 
 
-def _sample(job: CapturedJob, device: torch.device) -> dict[str, nn.Parameter]:
+def _sample(job: CapturedJob, device: torch.device) -> dict[str, Tensor]:
     """Return copies of some parameters; random ones for those without memory."""
-    sample: dict[str, nn.Parameter] = {}
+    sample: dict[str, Tensor] = {}
     total = 0
     for name, tensor in job.states.items():
         if tensor.requires_grad and total < _SAMPLE_BYTES:
@@ -126,7 +135,7 @@ def _sample(job: CapturedJob, device: torch.device) -> dict[str, nn.Parameter]:
                 copy = torch.randn(_sizes(tensor), dtype=tensor.dtype, device=device)
             else:
                 copy = tensor.detach().clone()
-            sample[name] = nn.Parameter(copy)
+            sample[name] = copy
             total += copy.nbytes
     return sample
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pipectl.capture import CapturedJob
 from pipectl.runtime.checkpoint import Stored
 from pipectl.runtime.optimizer import Updater, make_optimizer
-from pipectl.runtime.update_trials import same_draws
+from pipectl.runtime.trial_parameters import lent, same_draws
 
 
 def restore_optimizer(
@@ -78,10 +78,12 @@ def _complete(job: CapturedJob, optimizer: Any, parameters: Mapping[str, nn.Para
 
 def _first_state(job: CapturedJob, name: str, like: nn.Parameter) -> dict[Any, Any]:
     """The state of a copy of a parameter after a step that follows nothing; empty if that fails."""
-    parameter = nn.Parameter(like.detach().clone())
-    parameter.grad = torch.zeros_like(parameter)
-    with same_draws(), suppress(Exception):  # the real step will show the error
-        optimizer: Any = make_optimizer(job, {name: parameter})
+    value = like.detach().clone()
+    with same_draws(), lent(job, {name: value}) as sample, suppress(Exception):
+        # The real step will show an error.
+        parameter = sample[name]
+        parameter.grad = torch.zeros_like(parameter)
+        optimizer: Any = make_optimizer(job, sample)
         for group in optimizer.param_groups:
             group.update({"weight_decay": 0.0} if "weight_decay" in group else {})
         optimizer.step()

@@ -18,6 +18,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -209,7 +210,7 @@ def make_updater(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> Up
     if schedule is None or function is None:
         return updater
     name = f"lr_scheduler.factory: {schedule.factory}"
-    lr_scheduler = call(function, name, optimizer, **schedule.kwargs)
+    lr_scheduler = call(function, name, optimizer, **deepcopy(schedule.kwargs))
     _refuse_without(lr_scheduler, name, "a schedule of learning rates", "step")
     return replace(updater, lr_scheduler=lr_scheduler, watches=_watches(lr_scheduler, job))
 
@@ -235,7 +236,9 @@ def make_optimizer(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> 
     spec = job.spec.optimizer
     if spec.is_of_script:
         assert job.script is not None
-        optimizer = job.script.make_optimizer({own_name(n): p for n, p in parameters.items()})
+        sizes = {own_name(name): job.sizes[name] for name in parameters}
+        own = {own_name(name): parameter for name, parameter in parameters.items()}
+        optimizer = job.script.make_optimizer(own, sizes)
         if type(optimizer) is MUON:
             _refuse_all_but_matrices(parameters)
         _refuse_closure(optimizer)
@@ -243,9 +246,9 @@ def make_optimizer(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> 
         return optimizer
     if find(spec.factory) is MUON:
         _refuse_all_but_matrices(parameters)
-    name = f"optimizer.factory: {spec.factory}"
+    name, kwargs = f"optimizer.factory: {spec.factory}", deepcopy(spec.kwargs)
     if not spec.groups:
-        optimizer = call(find(spec.factory), name, list(parameters.values()), **spec.kwargs)
+        optimizer = call(find(spec.factory), name, list(parameters.values()), **kwargs)
         _refuse_without(optimizer, name, "an optimizer", *_NEEDED)
         _refuse_closure(optimizer)
         _refuse_modes(optimizer)
@@ -254,9 +257,9 @@ def make_optimizer(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> 
     members: list[list[nn.Parameter]] = [[] for _ in range(1 + len(spec.groups))]
     for parameter_name, parameter in parameters.items():
         members[1 + index.get(parameter_name, -1)].append(parameter)
-    options: list[dict[str, Any]] = [{}, *(group.options for group in spec.groups)]
+    options: list[dict[str, Any]] = [{}, *(deepcopy(group.options) for group in spec.groups)]
     groups = [{**more, "params": own} for own, more in zip(members, options, strict=True)]
-    optimizer = call(find(spec.factory), name, groups, **spec.kwargs)
+    optimizer = call(find(spec.factory), name, groups, **kwargs)
     _refuse_without(optimizer, name, "an optimizer", *_NEEDED)
     _check_options(optimizer, options[1:])
     _refuse_closure(optimizer)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from pipectl.capture import CapturedJob
-from pipectl.capture.randomness import seed_everything
+from pipectl.capture.tensors import tensors_in
 from pipectl.errors import CaptureError
 from pipectl.runtime.optimizer import (
     Updater,
@@ -33,6 +33,8 @@ from pipectl.runtime.optimizer import (
     restore_state,
     state_of,
 )
+from pipectl.runtime.option_trials import refuse_options_of_parts
+from pipectl.runtime.trial_parameters import lent, same_draws
 from pipectl.torch_api import TorchDispatchMode, uncompiled
 
 _MAX_ALIKE = 2
@@ -74,59 +76,89 @@ def refuse_coupled_updates(job: CapturedJob, device: torch.device) -> None:
     """Raise if the update of a parameter depends on the optimizer's other parameters.
 
     Updates small parameters by random gradients, once together and once each alone (of many
-    parameters, some together), and with the learning-rate schedule in several orders. If the
-    optimizer does not accept them, nothing is refused.
+    parameters, some together), without and with the learning-rate schedule. If the optimizer does
+    not accept them, nothing is refused.
 
     Raises:
-        CaptureError: some update differs.
+        CaptureError: some update or option differs.
     """
-    sample, together = _try(job, device)
+    refuse_options_of_parts(job, device)
+    if _depend(job, device):
+        raise CaptureError(
+            f"optimizer: {job.spec.optimizer.factory} updates a parameter differently if there are "
+            "others (by a number that it computes of all of them, such as a norm or a step size, "
+            "or random numbers drawn in turn), and each rank has only those of its stages",
+            hint="take norms of each parameter by itself, let training.clip_grad_norm clip over "
+            "all ranks, or set pipeline.stages: 1 without shard_optimizer",
+        )
+    if job.spec.lr_scheduler is not None and _depend(job, device, scheduled=True):
+        raise CaptureError(
+            f"lr_scheduler: {job.spec.lr_scheduler.factory} has other rates for a parameter if "
+            "there are others (by a number that it computes of all of them, such as a norm), and "
+            "each rank has only those of its stages",
+            hint="compute rates from the number of steps alone, or set pipeline.stages: 1 without "
+            "shard_optimizer",
+        )
+
+
+def _depend(job: CapturedJob, device: torch.device, *, scheduled: bool = False) -> bool:
+    """Whether updates of some parameters differ from those of all together."""
+    sample, together = _try(job, device, scheduled=scheduled)
     names = list(together)
     is_exact = bool(names) and _draws(job, sample, device)
     for place in range(min(len(names), _MAX_PARTS)):
         part = {name: sample[name] for name in names[place::_MAX_PARTS]}
-        if _some_differ(together, _updates(job, part, device), is_exact=is_exact):
-            raise CaptureError(
-                f"optimizer: {job.spec.optimizer.factory} updates a parameter differently "
-                "if there are others (by a number that it computes of all of them, such as a norm "
-                "or a step size, or random numbers drawn in turn), and each rank has only those of "
-                "its stages",
-                hint="take norms of each parameter by itself, let training.clip_grad_norm clip "
-                "over all ranks, or set pipeline.stages: 1 without shard_optimizer",
-            )
-    if job.spec.lr_scheduler is None:
-        return
-    sample, together = _try(job, device, scheduled=True)
-    names = list(together)
-    for first in range(1, min(len(names), _MAX_PARTS)):
-        turned = {name: sample[name] for name in (*names[first:], *names[:first])}
-        if not _some_differ(together, _updates(job, turned, device, scheduled=True)):
-            continue
-        raise CaptureError(
-            f"lr_scheduler: {job.spec.lr_scheduler.factory} has other rates for a parameter if "
-            f"{job.spec.optimizer.factory} gets parameters in another order, because its groups "
-            "are in another order then; each rank has only the parameters of its stages",
-            hint="let the optimizer's factory make all groups in one order, also those without "
-            "parameters; or write them under optimizer.groups",
-        )
+        updates = _updates(job, part, device, scheduled=scheduled)
+        if _some_differ(together, updates, is_exact=is_exact):
+            return True
+    return False
 
 
 def refuse_outer_state(job: CapturedJob, device: torch.device) -> None:
-    """Raise if an optimizer goes on with what an earlier one has left outside of both.
+    """Raise if an optimizer or a schedule goes on with what an earlier one has left elsewhere.
 
     A counter in its class or in a variable of its module has gone on in all trials when the
     training begins.
 
     Raises:
-        CaptureError: a second optimizer updates in another way than the first one.
+        CaptureError: a second one updates in another way than the first one.
     """
+    schedule = job.spec.lr_scheduler
     sample, first = _try(job, device)
-    if _some_differ(first, _updates(job, sample, device)):
-        raise CaptureError(
-            f"optimizer: {job.spec.optimizer.factory} keeps something in its class, or in a "
-            "variable of its module, with which a second optimizer goes on",
-            hint="keep it in self.state[parameter], where checkpoints have it, too",
-        )
+    with _same_options(job, sample, device):
+        if _some_differ(first, _updates(job, sample, device)):
+            raise CaptureError(
+                f"optimizer: {job.spec.optimizer.factory} keeps something in its class, or in a "
+                "variable of its module, with which a second optimizer goes on",
+                hint="keep it in self.state[parameter], where checkpoints have it, too",
+            )
+        if schedule is None:
+            return
+        sample, first = _try(job, device, scheduled=True)
+        if _some_differ(first, _updates(job, sample, device, scheduled=True)):
+            raise CaptureError(
+                f"lr_scheduler: {schedule.factory} keeps something in its class, in a variable of "
+                "its module, or in a tensor that every optimizer gets as an option, with which a "
+                "second schedule goes on",
+                hint="keep it in self, or compute it from the number of steps; make a tensor of a "
+                "rate within the optimizer's factory",
+            )
+
+
+@contextmanager
+def _same_options(job: CapturedJob, sample: _Sample, device: torch.device) -> Iterator[None]:
+    """Bring back options that are tensors, which may be those of all optimizers of the job."""
+    kept: list[tuple[Tensor, Tensor]] = []
+    values = {name: torch.zeros_like(like, device=device) for name, like in sample.items()}
+    with suppress(Exception), same_draws(), lent(job, values) as parameters:
+        groups = make_optimizer(job, parameters).param_groups
+        options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        kept = [(each, each.detach().clone()) for each in tensors_in(options)]
+    try:
+        yield
+    finally:
+        for tensor, value in kept:
+            tensor.data.copy_(value)
 
 
 def refuse_late_changes(job: CapturedJob, device: torch.device) -> None:
@@ -233,10 +265,11 @@ def _updates(
         scheduled: whether the learning-rate schedule of the job steps, too, until it fails.
     """
     gradients = {name: _Gradients(name, like, device) for name, like in sample.items()}
-    parameters = {name: nn.Parameter(each.draw()) for name, each in gradients.items()}
+    values = {name: each.draw() for name, each in gradients.items()}
     changes: dict[str, list[Tensor]] = {name: [] for name in sample}
     updater: Updater | None = None
-    with same_draws():
+    with same_draws(), lent(job, values) as given:
+        parameters: Mapping[str, nn.Parameter] = given
         for phase in _PHASES:
             before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
             for _ in range(phase.steps):
@@ -270,8 +303,8 @@ def _draws(job: CapturedJob, sample: _Sample, device: torch.device) -> bool:
     What it draws by a generator of numpy of its own is not seen.
     """
     gradients = {name: _Gradients(name, like, device) for name, like in sample.items()}
-    parameters = {name: nn.Parameter(each.draw()) for name, each in gradients.items()}
-    with same_draws():
+    values = {name: each.draw() for name, each in gradients.items()}
+    with same_draws(), lent(job, values) as parameters:
         watch = _Draws()  # type: ignore[no-untyped-call]
         before = _shared_generators()
         try:
@@ -302,25 +335,15 @@ def _shared_generators() -> Any:
     return random.getstate(), of_numpy[1].tobytes(), of_numpy[2]
 
 
-@contextmanager
-def same_draws() -> Iterator[None]:
-    """Let every trial draw the same numbers, and leave all generators as they are."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            seed_everything(0)
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-
-
 def _made(
     job: CapturedJob, parameters: Mapping[str, nn.Parameter], *, scheduled: bool = False
 ) -> Updater:
     if scheduled:
         return make_updater(job, parameters)
-    return Updater(make_optimizer(job, parameters), None)
+    optimizer = make_optimizer(job, parameters)
+    for group in optimizer.param_groups:  # of a script, whose schedule may begin with 0
+        group.update({"lr": group["initial_lr"]} if "initial_lr" in group else {})
+    return Updater(optimizer, None)
 
 
 def _step_schedule(updater: Updater) -> None:
@@ -380,14 +403,16 @@ def _differ(one: list[Tensor], other: list[Tensor], *, is_exact: bool) -> bool:
 
 def _made_anew(
     job: CapturedJob, optimizer: Any, parameters: Mapping[str, nn.Parameter]
-) -> tuple[Updater, dict[str, nn.Parameter]]:
-    """Other parameters of the same values, and another optimizer with the state that a checkpoint
-    of this one has.
+) -> tuple[Updater, Mapping[str, nn.Parameter]]:
+    """Parameters of the same values, and another optimizer with the state that a checkpoint of this
+    one has. Those of a script stay, as its optimizer may have a list of them.
     """
     tensors, states = state_of(optimizer, parameters)
     in_order = torch.contiguous_format  # as in a file
     saved = {n: t.detach().cpu().clone(memory_format=in_order) for n, t in tensors.items()}
-    others = {name: nn.Parameter(each.detach().clone()) for name, each in parameters.items()}
+    others = parameters
+    if not job.spec.optimizer.is_of_script:
+        others = {name: nn.Parameter(each.detach().clone()) for name, each in parameters.items()}
     made = _made(job, others)
     new: Any = made.optimizer
     for name, state in states.items():

@@ -51,6 +51,7 @@ from pipectl.runtime.feed import reads_once
 from pipectl.runtime.nodes import check_supported, check_world, node_name
 from pipectl.runtime.offload import check_space, offload_directory
 from pipectl.runtime.optimizer import divides
+from pipectl.runtime.option_trials import refuse_unsteady_options
 from pipectl.runtime.rank_process import run_rank, say, warn
 from pipectl.runtime.rebalancing import Rebalancing, can_move
 from pipectl.runtime.setup import Setup
@@ -206,6 +207,7 @@ def _check_updates(job: CapturedJob, plan: Plan, device: Device, *, warns: bool)
             f"optimizer: {spec.optimizer.factory} keeps something outside of `self.state`, which "
             "no checkpoint has: a resumed run goes on in another way than one that never ended"
         )
+    refuse_unsteady_options(job, device.torch_device)
     if divides(plan):
         refuse_coupled_updates(job, device.torch_device)
     if is_unflushed(plan):

@@ -10,7 +10,7 @@ import ast
 import copy
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,11 +23,16 @@ from pipectl.script.loops import Loop, part_around, tree_of
 from pipectl.script.values import value_of
 
 
-def cut_down(optimizer: Optimizer, tensors: Mapping[int, nn.Parameter]) -> Optimizer:
+def cut_down(
+    optimizer: Optimizer,
+    tensors: Mapping[int, nn.Parameter],
+    sizes: Mapping[int, Sequence[int]] | None = None,
+) -> Optimizer:
     """Return an optimizer with the same options for some of the parameters.
 
     Args:
         tensors: the parameters to update, by the ids of those that the script's optimizer holds.
+        sizes: of the latter, if these have others for a while.
     """
     groups = [
         {**group, "params": [tensors[id(p)] for p in group["params"] if id(p) in tensors]}
@@ -39,12 +44,29 @@ def cut_down(optimizer: Optimizer, tensors: Mapping[int, nn.Parameter]) -> Optim
         if not isinstance(key, Tensor):  # of all parameters
             state[key] = copy.copy(value)
         elif id(key) in tensors:
-            state[tensors[id(key)]] = copy.copy(value)
+            state[tensors[id(key)]] = _fitting(
+                value, key.shape if sizes is None else sizes[id(key)], tensors[id(key)]
+            )
     other = type(optimizer).__new__(type(optimizer))
     vars(other).update({k: v for k, v in vars(optimizer).items() if k != "step"})
     vars(other).update(param_groups=groups, state=defaultdict(dict, state))
     vars(other)["defaults"] = dict(optimizer.defaults)
     return other
+
+
+def _fitting(state: Any, sizes: Sequence[int], parameter: nn.Parameter) -> Any:
+    """A copy of the state of a parameter of some sizes, for one that may have others in a trial."""
+    if not isinstance(state, dict):
+        return copy.copy(state)
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if parameter.shape == sizes or value.shape != sizes:
+            return value.clone()
+        return value.flatten()[:1].expand(parameter.shape).clone()
+
+    return {key: copied(value) for key, value in state.items()}
 
 
 class Schedules:

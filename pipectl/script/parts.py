@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -216,10 +216,18 @@ class Parts:
         factor = 1 if adds_up else self.accumulation
         return partial(self.program.loss, self.model, factor)
 
-    def make_optimizer(self, own: Mapping[str, nn.Parameter]) -> Optimizer:
-        """Return the script's optimizer for some parameters, by their names in the model."""
+    def make_optimizer(
+        self, own: Mapping[str, nn.Parameter], sizes: Mapping[str, Sequence[int]] | None = None
+    ) -> Optimizer:
+        """Return the script's optimizer for some parameters, by their names in the model.
+
+        Args:
+            sizes: of the script's own ones, if they have others for a while.
+        """
         ids = {name: id(tensor) for name, tensor in self.originals.items()}
-        return cut_down(self.optimizer, {ids[name]: tensor for name, tensor in own.items()})
+        tensors = {ids[name]: tensor for name, tensor in own.items()}
+        usual = None if sizes is None else {ids[name]: sizes[name] for name in own}
+        return cut_down(self.optimizer, tensors, usual)
 
     @cached_property
     def originals(self) -> dict[str, nn.Parameter]:

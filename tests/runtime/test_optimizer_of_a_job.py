@@ -558,7 +558,8 @@ def test_optimizers_of_torch_may_be_shared_out_and_keep_nothing_in_their_groups(
     schedule = {"lr_scheduler": CYCLE} if momentum else {}
     for way in ({}, {"foreach": True}, {"fused": True}):
         made = job(name, {"lr": 0.1, **momentum, **way}, **schedule)
-        made.states["model.empty"] = nn.Parameter(torch.empty(0, 2, 2))
+        made.states["model.empty"] = empty = nn.Parameter(torch.empty(0, 2, 2))
+        made.sizes["model.empty"] = empty.shape
         refuse_coupled_updates(made, torch.device("cpu"))
         if not way:
             assert first_step_of(made).updates == 1
