@@ -50,6 +50,7 @@ from pipectl.script.program import (
 from pipectl.script.recorder import Recorder, Recording, at, memory_of, script_place
 from pipectl.script.rounds import batches_of
 from pipectl.script.run import Command, run_script
+from pipectl.script.second_epoch import FirstEpoch
 from pipectl.script.unwritten import unwritten
 from pipectl.units import plural
 
@@ -200,10 +201,12 @@ def compare_steps(command: Command, *, own_schedule: bool = False) -> Compared:
     seen = Seen(recorder=Recorder(follows=True), steps=STEPS)
     rates: list[_Rates] = []
     taken: list[Parts] = []
+    data: list[FirstEpoch] = []
 
     def begin(seen: Seen) -> None:
         parts = Parts.taken(command, seen)
         taken.append(parts)
+        data.append(FirstEpoch(parts))
         if not own_schedule and not any(map(follows_evaluations, parts.schedules)):
             rates.append(_Rates(parts))
         if comes_again(seen.frames, seen.made_by.get(id(seen.optimizer), ())):
@@ -229,6 +232,8 @@ def compare_steps(command: Command, *, own_schedule: bool = False) -> Compared:
     _refuse_written(seen, model)
     _compare(seen, steps, compared)
     _refuse_kept_gradients(seen, steps, model)
+    loadings = (seen.loading_of(each) for step in steps for each in step.recordings)
+    data[0].refuse_other(taken[0], list(filter(None, loadings)))
     _refuse_other_clips(seen, steps)
     _refuse_changed_options(command, seen, steps, rates)
     compared.epochs = steps[-1].epoch

@@ -285,3 +285,56 @@ def test_batches_that_must_stay_whole_do_in_the_job(beginning, tmp_path):
     )
     command = written(tmp_path, beginning, text)
     assert findings_of(Parts.of(command), compare_steps(command)).micro_batches == 1
+
+
+DATA = "from torch.utils.data import Subset\nmade, epoch = data, 0\n{}\nfor epoch in range(3):\n"
+DATA += "    {}\n    for x, y in {}:  # here\n        criterion(model(x), y).backward()\n"
+DATA += "        optimizer.step()\n        optimizer.zero_grad()\n"
+CHANGES = (
+    "class Changes(torch.utils.data.Dataset):\n    def __len__(self): return 32\n"
+    "    def draw(self): self.scale = torch.rand(())\n"
+    "    def __getitem__(self, i): return data[i][0] * self.scale, data[i][1]\nmade = Changes()\n"
+    "loader = DataLoader(made, batch_size=8)"
+)
+PARTS = "parts = torch.randperm(32).split(16)"
+OTHER_DATA = {
+    "more": ("", "", "DataLoader(Subset(data, range(8 + 8 * epoch)), 8)", "has 16 samples, and "),
+    "larger batches": ("", "", "DataLoader(data, 8 + 8 * epoch)", "has 16 samples in a batch"),
+    "fewer batches": ("data = Subset(data, range(30))", "", "DataLoader(data, 8, drop_last=epoch > 0)",
+                      "has 3 batches, and the first one 4"),
+    "another part": (PARTS, "", "DataLoader(Subset(data, parts[epoch % 2].tolist()), 8)",
+                     "has other samples of the same dataset"),
+    "another part by a sampler": (
+        PARTS, "", "DataLoader(data, 8, "
+        "sampler=torch.utils.data.SubsetRandomSampler(parts[epoch % 2].tolist()))",
+        "has other samples of the same dataset"),
+    "another dataset": ("", "made = TensorDataset(torch.randn(32, 4), data.tensors[1])",
+                        "DataLoader(made, 8)", "has another dataset"),
+    "a dataset that changes": (CHANGES, "made.draw()", "loader", "has a dataset that has changed"),
+}  # fmt: skip
+SAME_DATA = {
+    "a new loader": ("", "", "DataLoader(data, 8, shuffle=True)"),
+    "a new dataset": ("", "made = TensorDataset(*data.tensors)", "DataLoader(made, 8)"),
+    "the same part": ("", "made = Subset(data, [*range(16)][:: 1 - 2 * (epoch > 1)])",
+                      "DataLoader(made, 8)"),
+    "drawn again and again": (
+        "some = torch.utils.data.WeightedRandomSampler(torch.rand(32), 32)\n"
+        "loader = DataLoader(data, batch_size=8, sampler=some)", "", "loader"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHER_DATA)
+def test_epochs_with_other_data_are_refused(beginning, tmp_path, name):
+    *text, words = OTHER_DATA[name]
+    command = written(tmp_path, beginning, DATA.format(text[0], text[1] or "pass", text[2]))
+    with pytest.raises(CaptureError, match=f"another epoch {words}") as caught:
+        compare_steps(command)
+    line = int(re.search(r"script.py:(\d+): ", str(caught.value))[1])
+    assert "# here" in (tmp_path / "script.py").read_text().splitlines()[line - 1]
+
+
+@pytest.mark.parametrize("name", SAME_DATA)
+def test_epochs_with_the_same_data_are_not_refused(beginning, tmp_path, name):
+    text = SAME_DATA[name]
+    command = written(tmp_path, beginning, DATA.format(text[0], text[1] or "pass", text[2]))
+    assert compare_steps(command).epochs == 2
