@@ -12,6 +12,7 @@ import random
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from copy import copy
 from functools import cached_property
 from itertools import chain, count, islice
@@ -28,6 +29,7 @@ from pipectl.capture.factories import call
 from pipectl.capture.randomness import seed_of
 from pipectl.errors import CaptureError, WorkerError
 from pipectl.faults import user_line_in
+from pipectl.objects import Kept
 
 Sample = tuple[int, int]
 """(epoch, index) of a sample."""
@@ -73,9 +75,10 @@ class Samples(NamedTuple):
         return len(self.positions)
 
 
-InTurn = tuple[int, int, bool]
+InTurn = tuple[int, int, bool, bool]
 """Processes that each read an iterable dataset and make batches, which are taken from one process
-after the other; the samples of a batch; and whether incomplete batches are left out."""
+after the other; the samples of a batch; whether incomplete batches are left out; and whether these
+processes read all epochs, instead of new ones in each."""
 Pieces = Callable[[Samples], Sequence[range]]
 """From a batch to the positions in it that are loaded, piece by piece."""
 
@@ -85,12 +88,14 @@ class Loader:
 
     Args:
         dataset: map-style (``__len__`` and ``__getitem__``) or iterable; may have its own
-            ``collate_fn``, and the ``lengths`` of its samples.
+            ``collate_fn``, the ``lengths`` of its samples, and a ``set_epoch`` that is called with
+            the number of an epoch, from 0, before its samples are read.
         seed: of the run.
         batch_size: samples per batch; None for all of the dataset, or of a bucket.
         drop_last: whether an incomplete last batch of an epoch is left out.
-        workers: number of loader processes; 0 loads in this process. One of them reads an iterable
-            dataset: several would each read all of it, or samples in another order.
+        workers: number of loader processes; 0 loads in this process. One of them reads all epochs
+            of an iterable dataset: several would each read all of it, or samples in another order,
+            and new ones in each epoch would not know of the epochs before.
         shuffle: whether each epoch has an order of its own.
         buckets: padded lengths of sequences, ascending; empty without padding.
         pad: the padding values of fields, by name.
@@ -123,6 +128,8 @@ class Loader:
         self._order, self._in_turn = order, in_turn
         self._lengths, self._pad, self._section = buckets, dict(pad or {}), section
         self._iterable = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+        self._unread = Kept(dataset) if self._iterable else Kept()
+        self._told = _Told(dataset)
         self.collate: Callable[[list[Any]], Any] = (
             getattr(dataset, "collate_fn", None) or default_collate
         )
@@ -167,7 +174,7 @@ class Loader:
         samples = len(dataset)  # an order, such as a script's sampler, may leave some out
         lengths = getattr(dataset, "lengths", None)
         if lengths is None or callable(lengths):
-            seeded, names = _Seeded(dataset, self._seed), (self._pad, self._section)
+            seeded, names = _Seeded(dataset, self._seed, self._told), (self._pad, self._section)
             lengths = [
                 length_of_sample(self._sample(seeded, index), *names) for index in range(samples)
             ]
@@ -256,7 +263,8 @@ class Loader:
 
         def load() -> list[Any]:
             if samples is None:
-                return list(islice(_SeededStream(self._dataset, self._seed, 0), size))
+                with self._as_unread():
+                    return list(islice(self._passes(), size))
             seeded, count = self._seeded(), len(indices)
             picks = (indices[(first + i) % count] for i in range(min(size, count)))
             return [self._sample(seeded, index) for index in picks]
@@ -271,18 +279,20 @@ class Loader:
 
     def sample(self, index: int) -> Any:
         """Return a sample of a map-style dataset as a batch of its own, without padding."""
-        return self.collate([self._sample(_Seeded(self._dataset, self._seed), index)])
+        return self.collate([self._sample(_Seeded(self._dataset, self._seed, self._told), index)])
 
     def stream(self) -> Iterator[Any]:
         """Yield the samples of the first epoch of an iterable dataset, each as :meth:`sample`."""
-        samples = _SeededStream(self._dataset, self._seed, 0)
-        return (self.collate([sample]) for sample in samples)
+        with self._as_unread():
+            for sample in self._passes():
+                yield self.collate([sample])
 
     def read(self, batch: Samples) -> tuple[Any, Any]:
         """Return a batch as (inputs, targets), loaded in this process."""
         here = copy(self)
         here._workers = 0
-        return next(here.micro_batches([batch], batch.size))
+        with self._as_unread():
+            return next(here.micro_batches([batch], batch.size))
 
     def micro_batches(
         self, batches: Iterable[Samples], micro_batch_size: int, skipped: int = 0
@@ -317,6 +327,17 @@ class Loader:
             )
         return (split_sample(batch) for batch in _loaded(collated))
 
+    @contextmanager
+    def _as_unread(self) -> Iterator[None]:
+        """Let an iterable dataset be as it was before the block, which reads some of it: it may
+        count how often it is read.
+        """
+        before = Kept(self._dataset) if self._iterable else Kept()
+        try:
+            yield
+        finally:
+            before.restore()
+
     def _empty(self) -> CaptureError:
         hint = f"check the arguments of {self._section}:"
         return CaptureError(f"{self._section}: the dataset is empty", hint=hint)
@@ -332,7 +353,7 @@ class Loader:
         return torch.randperm(samples, generator=generator).tolist()
 
     def _seeded(self) -> _Seeded:
-        return _Seeded(self._dataset, self._seed, numbered=self.buckets is not None)
+        return _Seeded(self._dataset, self._seed, self._told, numbered=self.buckets is not None)
 
     def _sample(self, seeded: _Seeded, index: int) -> Any:
         """Return a sample of the first epoch; an error names its index."""
@@ -364,15 +385,24 @@ class Loader:
             _skip(samples, batch.size - position)
 
     def _endless(self) -> Iterator[Any]:
-        processes, size, drop_last = self._in_turn or (0, 1, False)
-        if processes < 2:  # the same samples, wherever they are read
-            processes = min(self._workers, 1)
+        processes, size, drop_last, stays = self._in_turn or (0, 1, False, True)
+        is_told_here = processes > 0  # as the script does
+        if not processes:  # the same samples, wherever they are read
+            processes, stays = min(self._workers, 1), True
+        self._unread.restore()
+        samples = self._passes(tells=not is_told_here)
+        batches: DataLoader[Any] = DataLoader(
+            samples,
+            size,
+            collate_fn=_as_it_is,
+            num_workers=processes,
+            drop_last=drop_last,
+            persistent_workers=stays and processes > 0,
+        )
         for epoch in count():
-            samples = _SeededStream(self._dataset, self._seed, epoch)
-            empty = True
-            batches: Iterable[list[Any]] = DataLoader(
-                samples, size, collate_fn=_as_it_is, num_workers=processes, drop_last=drop_last
-            )
+            samples.epoch, empty = epoch, True
+            if is_told_here:
+                self._told.again(epoch)
             for sample in chain.from_iterable(_loaded(batches)):
                 empty = False
                 yield sample
@@ -382,6 +412,9 @@ class Loader:
                     hint="__iter__ must start from the beginning each time; a generator can be "
                     "read only once",
                 )
+
+    def _passes(self, *, tells: bool = True) -> _SeededStream:
+        return _SeededStream(self._dataset, self._seed, self._told if tells else _Told(None))
 
     def _collate(self, samples: list[Any], length: int = 0) -> Any:
         try:
@@ -446,6 +479,28 @@ def _seed(value: int) -> None:
     torch.default_generator.manual_seed(value)
 
 
+class _Told:
+    """Tells a dataset the number of the epoch that is read, if it wants to know.
+
+    Args:
+        dataset: that may have ``set_epoch``.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._set_epoch: Callable[[int], Any] | None = getattr(dataset, "set_epoch", None)
+        self._epoch = -1
+
+    def __call__(self, epoch: int) -> None:
+        if epoch != self._epoch:
+            self.again(epoch)
+
+    def again(self, epoch: int) -> None:
+        """Tell it, even if it has been told this one last."""
+        self._epoch = epoch
+        if self._set_epoch is not None:
+            self._set_epoch(epoch)
+
+
 class _Seeded(Dataset[Any]):
     """A map-style dataset whose samples depend on (seed, epoch, index) only.
 
@@ -453,36 +508,44 @@ class _Seeded(Dataset[Any]):
         numbered: whether each sample comes with its index.
     """
 
-    def __init__(self, dataset: Any, seed: int, *, numbered: bool = False) -> None:
+    def __init__(self, dataset: Any, seed: int, told: _Told, *, numbered: bool = False) -> None:
         self._dataset = dataset
         self._seed = seed
+        self._told = told
         self._numbered = numbered
 
     def __getitem__(self, sample: Sample) -> Any:
         epoch, index = sample
+        self._told(epoch)
         seed_sample(self._seed, epoch, index)
         value = self._dataset[index]
         return (index, value) if self._numbered else value
 
 
 class _SeededStream(IterableDataset[Any]):
-    """One epoch of an iterable dataset, with the generators seeded before each sample.
+    """An iterable dataset, with the generators seeded before each sample.
 
     Otherwise its random numbers would depend on what the rank has computed in between.
+
+    Attributes:
+        epoch: that is read next. A process that reads several counts them itself.
     """
 
-    def __init__(self, dataset: Iterable[Any], seed: int, epoch: int) -> None:
+    def __init__(self, dataset: Iterable[Any], seed: int, told: _Told) -> None:
         self._dataset = dataset
         self._seed = seed
-        self._epoch = epoch
+        self._told = told
+        self.epoch = 0
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         first, stride = (worker.id, worker.num_workers) if worker else (0, 1)
-        seed_sample(self._seed, self._epoch, first)
+        epoch, self.epoch = self.epoch, self.epoch + 1
+        self._told.again(epoch)
+        seed_sample(self._seed, epoch, first)
         samples = iter(self._dataset)
         for index in count(first, stride):
-            seed_sample(self._seed, self._epoch, index)
+            seed_sample(self._seed, epoch, index)
             try:
                 sample = next(samples)
             except StopIteration:

@@ -33,13 +33,12 @@ from pipectl.capture.python_state import own_generators
 from pipectl.capture.randomness import (
     LIBRARY_GENERATORS,
     SHARED_GENERATORS,
-    generator_state,
     reseeded,
-    set_state,
     states_of,
 )
 from pipectl.capture.refusals import Refusal, place_at, running_line
 from pipectl.faults import is_user_code
+from pipectl.objects import generator_state, set_state
 from pipectl.torch_api import (
     CALL_OF_A_MODULE,
     FILES_THAT_CALL,

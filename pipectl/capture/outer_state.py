@@ -14,13 +14,14 @@ from collections.abc import Iterator, MutableMapping
 from functools import lru_cache, partial
 from pathlib import Path
 from types import BuiltinMethodType, FunctionType, MethodType, ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
 from pipectl import faults
 from pipectl.capture.randomness import GENERATORS
 from pipectl.capture.tensors import tensors_in
+from pipectl.objects import Holder
 from pipectl.torch_api import CustomOpDef, FakeTensor, forward_hooks_of, function_behind
 
 _MAX_HOLDERS = 2000
@@ -31,26 +32,6 @@ _SEQUENCES = (list, deque, tuple, set)
 _CONTAINERS = (dict, *_SEQUENCES)
 CachedFunction: Any = type(lru_cache(int))
 """What ``functools.lru_cache`` and ``functools.cache`` return."""
-
-
-class Holder(NamedTuple):
-    """What has such state.
-
-    Args:
-        value: a list, a deque, a mapping, or a function with a cache.
-        name: for messages; the names of its entries begin with it.
-        owner: the class of the object whose attributes these are; None for a container.
-    """
-
-    value: Any
-    name: str
-    owner: type | None = object
-
-    def name_of(self, key: Any) -> str:
-        """The name of an entry: ``model.py:STEPS``, ``Net.calls``, ``model.py:COUNTS['a']``."""
-        if self.owner is None:
-            return f"{self.name}[{key!r}]"
-        return f"{self.name}{key}" if self.name.endswith(":") else f"{self.name}.{key}"
 
 
 class _ClassVariables(MutableMapping[str, Any]):

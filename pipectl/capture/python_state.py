@@ -1,8 +1,7 @@
 """State that a model keeps between steps outside of parameters and buffers.
 
 It is in Python objects: attributes of modules, and whatever they refer to. It is not in the state
-dict, and no graph follows it. Objects of torch and of the standard library are ignored, except
-modules, lists, mappings, sets and random number generators.
+dict, and no graph follows it.
 
 A graph would freeze this state: it contains the values of plain attributes at the time of the
 capture, and torch drops assignments. This does no harm if nothing reads the attribute again, or if
@@ -14,12 +13,10 @@ from __future__ import annotations
 import itertools
 import random
 import re
-import sys
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from functools import cache, partial
-from types import BuiltinMethodType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,28 +24,28 @@ import torch
 from torch import Tensor, fx, nn
 
 from pipectl.capture.model_with_loss import own_name, own_path
-from pipectl.capture.outer_state import CachedFunction, Holder, clear_traced, outer_holders
+from pipectl.capture.outer_state import CachedFunction, clear_traced, outer_holders
 from pipectl.capture.randomness import (
     GENERATORS,
     SHARED_GENERATORS,
     comparable,
-    generator_state,
-    set_state,
 )
 from pipectl.capture.refusals import Refusal, RefusedError
 from pipectl.capture.tensors import tensors_in
+from pipectl.objects import (
+    CONTAINERS,
+    MAX_ARRAY_BYTES,
+    SHARED,
+    Holder,
+    is_restorable,
+    items_in,
+    restore_of,
+)
 from pipectl.torch_api import get_proxy_mode, get_proxy_slot, make_subclass, pytree, version_of
 
-_PLAIN = (str, bytes, int, float, complex, type(None), type, FunctionType, ModuleType, nn.Parameter)
-_MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
-CONTAINERS = (*_MAPPINGS, list, deque, set)
 _VALUES = (int, float, complex, np.number, np.bool_, str)
 _FIXED = (*_VALUES, bytes, range, slice, torch.device)
 """Of which two that are equal may take each other's place."""
-_MAX_ARRAY_BYTES = 2**24
-"""Of an array that is compared; a larger one is a table, or data."""
-_SHARED = frozenset({*sys.stdlib_module_names, "torch"})
-"""Packages whose objects other code may use at the same time, such as loggers and locks."""
 _CONVERSIONS = {"to", "_to_copy", "type_as", "contiguous", "clone", "detach", "alias"}
 """Operators that leave values as they are."""
 MANY_STEPS = 2520
@@ -143,7 +140,7 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 def _content(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        is_compared = value.dtype.kind in "biufc" and value.nbytes <= _MAX_ARRAY_BYTES
+        is_compared = value.dtype.kind in "biufc" and value.nbytes <= MAX_ARRAY_BYTES
         return value.copy() if is_compared else None
     if isinstance(value, itertools.count):
         return repr(value)
@@ -156,7 +153,7 @@ def preserve_state(model: nn.Module, tensors: Iterable[Tensor]) -> Iterator[None
     own = [item.value for item in items_of(model)]
     holders = outer_holders(model)
     generators = [each.value for each in holders if isinstance(each.value, GENERATORS)]
-    values = [*SHARED_GENERATORS, *own, *generators, *filter(_is_restorable, tensors)]
+    values = [*SHARED_GENERATORS, *own, *generators, *filter(is_restorable, tensors)]
     restores = [restore_of(value) for value in values]
     outer = entries_of(holders)
     try:
@@ -197,7 +194,7 @@ def entry_of(holder: Holder, key: Any, value: Any) -> Entry:
 @cache
 def _numbers_of(owner: type) -> dict[str, int | float]:
     """Return the attributes of a class that are numbers; not those that torch's have."""
-    users = [each for each in owner.__mro__ if each.__module__.partition(".")[0] not in _SHARED]
+    users = [each for each in owner.__mro__ if each.__module__.partition(".")[0] not in SHARED]
     every = [pair for each in reversed(users) for pair in vars(each).items()]
     return {name: value for name, value in every if isinstance(value, int | float)}
 
@@ -245,59 +242,15 @@ def items_of(model: nn.Module) -> Iterator[Holder]:
     attributes of objects.
     """
     known = {id(value) for value in (*model.parameters(), *model.buffers(), *model.modules())}
-    return _items([Holder(vars(m), path, type(m)) for path, m in model.named_modules()], known)
+    return items_in([Holder(vars(m), path, type(m)) for path, m in model.named_modules()], known)
 
 
 def entries_inside(values: list[Any]) -> dict[str, Entry]:
     """Return values, and the entries of whatever they refer to, but for what is in modules."""
-    items = [*_items([Holder(values, "", None)], set(), modules=False)]
+    items = [*items_in([Holder(values, "", None)], set(), modules=False)]
     sets = [item for item in items if type(item.value) is set]
     members = {item.name: Entry((*map(id, item.value),), item.value, None) for item in sets}
     return entries_of(items) | members
-
-
-def _items(waiting: list[Holder], visited: set[int], *, modules: bool = True) -> Iterator[Holder]:
-    """Yield what has to be looked at, and what that refers to.
-
-    Args:
-        visited: identities of what is left out.
-        modules: whether to look into modules.
-    """
-    while waiting:
-        item = waiting.pop()
-        value, path = item.value, item.name
-        if id(value) in visited:
-            continue
-        visited.add(id(value))
-        if type(value) in CONTAINERS:
-            yield item
-            inner: Iterable[Any] = value.items() if isinstance(value, dict) else enumerate(value)
-            waiting += [
-                Holder(v, f"{path}.{k}", None) for k, v in inner if not isinstance(v, _PLAIN)
-            ]
-        elif isinstance(value, tuple | frozenset):
-            waiting += [
-                Holder(v, f"{path}.{i}", None)
-                for i, v in enumerate(value)
-                if not isinstance(v, _PLAIN)
-            ]
-        elif isinstance(value, MethodType | BuiltinMethodType):
-            waiting.append(Holder(value.__self__, path, None))
-        elif isinstance(value, np.ndarray) or generator_state(value) is not None:
-            yield item
-        elif type(value) is Tensor:
-            if _is_restorable(value):
-                yield item
-        elif (modules or not isinstance(value, nn.Module)) and _has_attributes(value):
-            waiting.append(Holder(vars(value), path, type(value)))
-
-
-def _has_attributes(value: Any) -> bool:
-    """Return whether a value is an object of the user, a module or a namespace."""
-    return isinstance(value, nn.Module | SimpleNamespace) or (
-        type(value).__module__.partition(".")[0] not in _SHARED
-        and isinstance(getattr(value, "__dict__", None), dict)
-    )
 
 
 def plain_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -312,53 +265,6 @@ def plain_tensors(model: nn.Module) -> dict[str, Tensor]:
             with suppress(TypeError):  # torch has no such type
                 found[name.lstrip(".")] = torch.as_tensor(value.copy())
     return found
-
-
-def _is_restorable(tensor: Tensor) -> bool:
-    """Return whether a tensor can be compared with a copy, and written."""
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        return False
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    overlaps = any(size > 1 and stride == 0 for size, stride in sizes)
-    return not (overlaps or tensor.is_quantized or tensor.is_inference())
-
-
-def restore_of(value: Any) -> Callable[[], None]:
-    """Return a function that restores the present content of an object, if it has changed."""
-    if isinstance(value, Tensor):
-        return partial(_restore_tensor, value, value.detach().clone())
-    if isinstance(value, np.ndarray):
-        array = value.copy()
-
-        def restore() -> None:
-            if value.flags.writeable:
-                value[...] = array
-
-    elif type(value) in CONTAINERS:
-        # No copy of a set: that may have another order.
-        content = dict(value) if isinstance(value, dict) else list(value)
-
-        def restore() -> None:
-            if _identities(value) != _identities(content):
-                value.clear()
-                (value.extend if isinstance(value, list | deque) else value.update)(content)
-
-    else:
-        return partial(set_state, value, generator_state(value))
-    return restore
-
-
-def _restore_tensor(tensor: Tensor, content: Tensor) -> None:
-    if not torch.equal(tensor, content):
-        with torch.no_grad():
-            if tensor.shape != content.shape:
-                tensor.resize_(content.shape)
-            tensor.copy_(content)
-
-
-def _identities(container: Any) -> list[int]:
-    pairs = container.items() if isinstance(container, dict) else enumerate(container)
-    return [number for key, value in pairs for number in (hash(key), id(value))]
 
 
 Refuse = Callable[[], RefusedError]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pipectl.capture.regions import accelerator, accelerator_in_use
 from pipectl.capture.tensors import is_deferred, octets_of
+from pipectl.objects import generator_state, set_state
 from pipectl.torch_api import pytree
 
 _MASK = (1 << 64) - 1
@@ -114,25 +115,6 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-
-
-def generator_state(value: Any) -> Any:
-    """Return the state of a random number generator; None for anything else, or without a state."""
-    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-        return value.getstate()
-    if isinstance(value, np.random.Generator):
-        return value.bit_generator.state
-    return value.get_state() if isinstance(value, torch.Generator | np.random.RandomState) else None
-
-
-def set_state(generator: Any, state: Any) -> None:
-    """Set a generator to a state from :func:`generator_state`."""
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    else:
-        generator.set_state(state)
 
 
 def states_of(generators: Sequence[Any]) -> str:

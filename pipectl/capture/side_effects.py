@@ -21,9 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from pipectl.capture.model_with_loss import own_name, register_dataclasses
-from pipectl.capture.outer_state import Holder, outer_holders
+from pipectl.capture.outer_state import outer_holders
 from pipectl.capture.python_state import (
-    CONTAINERS,
     MANY_STEPS,
     Entry,
     entry_of,
@@ -32,12 +31,12 @@ from pipectl.capture.python_state import (
     items_of,
     pairs_of,
     put,
-    restore_of,
     stand_in,
 )
 from pipectl.capture.randomness import SHARED_GENERATORS
 from pipectl.capture.refusals import Refusal, RefusedError
 from pipectl.capture.tensors import is_equal, octets_of
+from pipectl.objects import CONTAINERS, Holder, restore_of
 from pipectl.torch_api import CALL_OF_A_MODULE, has_gradient_hooks, identity_of, pytree, version_of
 
 _SKIPPED = {*vars(nn.Module()), "forward", CALL_OF_A_MODULE}

@@ -8,7 +8,7 @@
 - ``DataLoader.__iter__``: the loader, its batches, and the random numbers it draws from.
 - ``itertools.cycle``: a loader whose first epoch is repeated.
 - ``len`` in modules of the user: the size of a batch (`Recorder.length`).
-- ``DataLoader.__init__``: its samplers; ``set_epoch`` of these: the number of the first epoch.
+- ``DataLoader.__init__``: its samplers and datasets; ``set_epoch`` of these: the first number.
 - ``GradScaler.scale``, ``unscale_``, ``step``, ``update``: the loss is recorded without a scale.
 - ``torch.autocast.__init__``: what is asked for, also where it is not available.
 - ``Optimizer.__init__``, ``LRScheduler.__init__``: which ones there are.
@@ -49,12 +49,19 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from pipectl.errors import CaptureError
 from pipectl.faults import is_user_code
+from pipectl.objects import Kept
 from pipectl.script import loops
-from pipectl.script.order import Generators, samplers_of
+from pipectl.script.order import (
+    Generators,
+    SharedGenerators,
+    datasets_of,
+    draws_when_read,
+    samplers_of,
+)
 from pipectl.script.program import Place
 from pipectl.script.recorder import (
     Recorder,
@@ -124,6 +131,7 @@ class Loading:
     Args:
         loader: of the script.
         start: the random numbers when it began to draw the order of the samples.
+        data: an iterable dataset as it was before this iteration.
         first: number of its first batch.
         begun_after: so many steps of the optimizer.
         places: all lines of the script that were being run when its first batch was read, innermost
@@ -133,6 +141,7 @@ class Loading:
 
     loader: DataLoader[Any]
     start: Generators
+    data: Kept
     first: int
     place: Place
     begun_after: int = 0
@@ -169,7 +178,10 @@ class Seen:
             after a few batches; 0 for none.
         evaluated: iterations over other data between two epochs.
         patience_until: time of the monotonic clock until which a script may run on after that.
-        epochs: samplers that the script has told the number of an epoch, and the number.
+        epochs: samplers and datasets that the script has told the number of its first epoch, and
+            the number.
+        draws_between_batches: whether an iteration that was cut short drew random numbers after its
+            first batch, as it does by dropout.
         cycled: loaders, by their ids, that ``itertools.cycle`` reads once and then repeats.
         followed_values: what the script has given to schedules that follow a metric, after steps.
         place: the working directory at the first step.
@@ -201,6 +213,7 @@ class Seen:
     evaluated: dict[int, Loading] = field(default_factory=dict)
     patience_until: float = math.inf
     epochs: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    draws_between_batches: bool = False
     cycled: dict[int, Any] = field(default_factory=dict)
     followed_values: list[tuple[float, Place]] = field(default_factory=list)
     place: str = ""
@@ -236,8 +249,8 @@ class Seen:
         return self.loadings[recording.batches[0]] if recording.batches else None
 
     def follow_epochs(self, loader: DataLoader[Any]) -> None:
-        """Note which epochs the samplers of a loader are told."""
-        for kind in {type(each) for each in samplers_of(loader)}:
+        """Note which epochs the samplers and datasets of a loader are told."""
+        for kind in {type(each) for each in (*samplers_of(loader), *datasets_of(loader))}:
             told = getattr(kind, "set_epoch", None)
             if told is not None and not hasattr(told, "notes"):
                 new = _telling(self, told)
@@ -419,9 +432,10 @@ def _loading(seen: Seen, original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _telling(seen: Seen, original: Callable[..., Any]) -> Callable[..., Any]:
-    def set_epoch(sampler: Any, epoch: int) -> Any:
-        seen.epochs[id(sampler)] = sampler, epoch
-        return original(sampler, epoch)
+    def set_epoch(owner: Any, epoch: int) -> Any:
+        if not seen.ends:
+            seen.epochs[id(owner)] = owner, epoch
+        return original(owner, epoch)
 
     vars(set_epoch)["notes"] = True
     return set_epoch
@@ -453,8 +467,9 @@ def _iterating(seen: Seen, original: Callable[..., Any]) -> Callable[..., Any]:
     def iterate(loader: DataLoader[Any]) -> Any:
         seen.follow_lengths()
         start = Generators(loader)
+        data = Kept(loader.dataset) if isinstance(loader.dataset, IterableDataset) else Kept()
         place, begun_after = script_place(), len(seen.ends)
-        loading = Loading(loader, start, len(seen.loadings), place, begun_after)
+        loading = Loading(loader, start, data, len(seen.loadings), place, begun_after)
         return _Batches(seen, loading, original(loader))
 
     return iterate
@@ -466,6 +481,7 @@ class _Batches:
     def __init__(self, seen: Seen, loading: Loading, batches: Any) -> None:
         self._seen, self._loading, self._batches = seen, loading, batches
         self._given = 0
+        self._drawn = SharedGenerators()
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -479,7 +495,7 @@ class _Batches:
     def __next__(self) -> Any:
         if self._seen.is_shortened:
             self._end_soon()
-        if not self._given and not self._loading.loader.num_workers:  # it draws the order only now
+        if not self._given and draws_when_read(self._loading.loader):
             self._loading.start = Generators(self._loading.loader, is_iterated=True)
         if not self._given:
             self._loading.places = list(script_places())
@@ -488,6 +504,8 @@ class _Batches:
         except StopIteration:
             self._loading.is_over = True
             raise
+        if not self._given:  # the order has been drawn by now
+            self._drawn = SharedGenerators()
         self._given += 1
         number = len(self._seen.loadings)
         self._seen.loadings[number] = self._loading
@@ -505,6 +523,7 @@ class _Batches:
             is_over = self._given >= _FEW
             self._seen.evaluated.setdefault(id(self._loading.loader), self._loading)
         if is_over:
+            self._seen.draws_between_batches |= bool(self._given) and self._drawn.have_drawn()
             raise StopIteration
 
 

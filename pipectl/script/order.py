@@ -8,7 +8,9 @@ import signal
 from array import array
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager, nullcontext, suppress
+from copy import copy
 from dataclasses import dataclass
+from inspect import isgeneratorfunction
 from itertools import islice
 from pathlib import Path as Directory
 from typing import Any
@@ -18,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from pipectl.errors import CaptureError
+from pipectl.objects import Kept
 from pipectl.script.program import Path, name_of, reach
 from pipectl.torch_api import told_as_process
 from pipectl.units import plural
@@ -30,8 +33,15 @@ _OF_ITERATOR = 2
 """Random numbers of 32 bits that an iterator of a loader draws for its processes."""
 _MANY_BATCHES = 10_000_000
 """Of an epoch that is drawn part by part."""
+_MOST_JOINED = 1000
+"""Datasets within one."""
+_ANY_SEEDS = (1, 2)
 _PART = 4096
 """Batches of a part."""
+
+
+Told = tuple[Any, int]
+"""What has ``set_epoch``, and the number that a script gives it for its first epoch."""
 
 
 class SharedGenerators:
@@ -58,30 +68,23 @@ class SharedGenerators:
 
 class Generators:
     """What a loader draws the order of its samples from, as it was at one time: random numbers, and
-    the numbers that its samplers count.
+    what its samplers keep.
 
     Args:
-        loader: whose samplers may have generators of their own.
+        loader: whose samplers may have counts, lists and generators of their own.
         is_iterated: whether an iterator of the loader is there, which has drawn nothing but the
             seed for its processes.
     """
 
     def __init__(self, loader: DataLoader[Any], *, is_iterated: bool = False) -> None:
         self.is_iterated = is_iterated
-        samplers = list(samplers_of(loader))
-        owners = [getattr(each, "generator", None) for each in (loader, *samplers)]
-        own = {id(each): each for each in owners if isinstance(each, torch.Generator)}
-        self._own = [(each, each.get_state()) for each in own.values()]
-        self._counts = [(each, _numbers_of(each)) for each in samplers]
+        samplers = samplers_of(loader)
+        self._own = Kept(loader.generator, *samplers, besides=[loader.dataset])
         self.shared = SharedGenerators()
 
     def restore(self) -> None:
         """Set all back to that time."""
-        for generator, state in self._own:
-            generator.set_state(state)
-        for sampler, numbers in self._counts:
-            for name, number in numbers.items():
-                setattr(sampler, name, number)
+        self._own.restore()
         self.shared.restore()
 
 
@@ -91,10 +94,25 @@ def samplers_of(loader: DataLoader[Any]) -> Iterator[Any]:
     yield from {id(each): each for each in found if each is not None}.values()
 
 
-def _numbers_of(sampler: Any) -> dict[str, int]:
-    """What a sampler may count in: its attributes that are whole numbers."""
-    own = getattr(sampler, "__dict__", {})
-    return {name: each for name, each in own.items() if type(each) is int}
+def draws_when_read(loader: DataLoader[Any]) -> bool:
+    """Whether a loader draws the order of an epoch with its first batch, and not before."""
+    is_lazy = isgeneratorfunction(getattr(type(loader.batch_sampler), "__iter__", None))
+    return is_lazy and not loader.num_workers
+
+
+def datasets_of(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Yield the dataset of a loader, and those within it: of which it is a part, or which it joins
+    or changes.
+    """
+    waiting, known = [loader.dataset], set[int]()
+    while waiting:
+        each = waiting.pop()
+        if id(each) not in known:
+            known.add(id(each))
+            yield each
+            for held in getattr(each, "__dict__", {}).values():
+                inner = held if isinstance(held, list | tuple) else (held,)
+                waiting += [x for x in inner[:_MOST_JOINED] if isinstance(x, Dataset)]
 
 
 class Order:
@@ -117,7 +135,7 @@ class Order:
         self,
         loader: DataLoader[Any],
         start: Generators,
-        told: Sequence[tuple[Any, int]] = (),
+        told: Sequence[Told] = (),
         *,
         repeats: bool = False,
         between: int = 0,
@@ -170,6 +188,20 @@ class Order:
         finally:
             before.restore()
 
+    def follows_shared_generators(self) -> bool:
+        """Whether the order of an epoch depends on the random numbers that all share."""
+        before, start = SharedGenerators(), copy(self._start)
+        for seed in _ANY_SEEDS:
+            random.seed(seed)
+            np.random.seed(seed)
+            torch.manual_seed(seed)
+            start.shared = SharedGenerators()
+            other = Order(self._loader, start, self._told)
+            before.restore()
+            if other(0) != self(0):
+                return True
+        return False
+
     def _draw(self) -> array[int]:
         before = Generators(self._loader)
         self._next.restore()
@@ -178,9 +210,9 @@ class Order:
                 draw(self._between if self._drawn else 0)
                 for sampler, first in self._told:
                     sampler.set_epoch(first + self._drawn)
+                self._batches = iter(self._loader.batch_sampler or ())
                 if not self._next.is_iterated:  # as an iterator of the loader for its processes
                     draw(_OF_ITERATOR, self._loader.generator)
-                self._batches = iter(self._loader.batch_sampler or ())
             limit = _PART if self._is_long else None
             drawn = [[int(index) for index in batch] for batch in islice(self._batches, limit)]
             indices = array("q", (index for batch in drawn for index in batch))
@@ -261,10 +293,11 @@ class InProcess:
 
     Args:
         place: the working directory of the script.
+        told: see :func:`samples_of`.
     """
 
-    def __init__(self, loader: DataLoader[Any], place: str) -> None:
-        self._dataset, self._place = loader.dataset, place
+    def __init__(self, loader: DataLoader[Any], place: str, told: Sequence[Told] = ()) -> None:
+        self._dataset, self._place, self._told = loader.dataset, place, told
         self._begin = loader.worker_init_fn if loader.num_workers else None
         self._known: tuple[int, Any] = -1, None
 
@@ -278,6 +311,16 @@ class InProcess:
             info = get_worker_info()
             self._known = os.getpid(), self.begun(info.id if info else 0)
         return self._known[1]
+
+    def set_epoch(self, epoch: int, dataset: Any) -> None:
+        """Tell a dataset, or those within it, the number of an epoch as the script does.
+
+        Args:
+            dataset: of the script, as it is or as this process has it.
+        """
+        with directory(self._place):
+            for each, first in self._told:
+                (dataset if each is self._dataset else each).set_epoch(first + epoch)
 
     def begun(self, seed: int | None = None) -> Any:
         """Return the dataset of a process that begins now. Its random numbers stay as they are.
@@ -348,10 +391,13 @@ class Samples(Dataset[Any]):
         order: the indices of an epoch, by its number.
     """
 
-    def __init__(self, loader: DataLoader[Any], collate: Collate, order: Order) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], collate: Collate, order: Order, told: Sequence[Told]
+    ) -> None:
         dataset: Any = loader.dataset
         self._dataset = dataset
-        self._in_process = InProcess(loader, collate.directory)
+        self._in_process = InProcess(loader, collate.directory, told)
+        self._stays = loader.persistent_workers
         self.collate_fn = collate
         self.order = order
         if hasattr(dataset, "lengths"):
@@ -365,23 +411,34 @@ class Samples(Dataset[Any]):
         with directory(self.collate_fn.directory):
             return dataset[index]
 
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch, from 0, where the script tells its dataset so."""
+        # Processes that stay have copies of it, which are told the first number alone.
+        self._in_process.set_epoch(0 if self._stays else epoch, self._in_process())
+
 
 class Stream(IterableDataset[Any]):
     """The script's iterable dataset, as a job reads it.
 
     Attributes:
         collate_fn: makes a batch.
-        in_turn: the loader's processes, the samples of its batches, and whether it leaves
-            incomplete ones out. Its samples follow from these.
+        in_turn: the loader's processes, the samples of its batches, whether it leaves incomplete
+            ones out, and whether the processes stay. Its samples follow from these.
     """
 
-    def __init__(self, loader: DataLoader[Any], collate: Collate) -> None:
-        self._in_process = InProcess(loader, collate.directory)
+    def __init__(self, loader: DataLoader[Any], collate: Collate, told: Sequence[Told]) -> None:
+        self._dataset = loader.dataset
+        self._in_process = InProcess(loader, collate.directory, told)
         self.collate_fn = collate
-        self.in_turn = loader.num_workers, batch_size_of(loader) or 1, loader.drop_last
+        size, stays = batch_size_of(loader) or 1, loader.persistent_workers
+        self.in_turn = loader.num_workers, size, loader.drop_last, stays
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch, from 0, where the script tells its dataset so."""
+        self._in_process.set_epoch(epoch, self._dataset)
 
     def __iter__(self) -> Iterator[Any]:
-        dataset = self._in_process.begun()
+        dataset = self._in_process() if self.in_turn[-1] else self._in_process.begun()
         with directory(self.collate_fn.directory):
             samples = iter(dataset)
         while True:
@@ -441,12 +498,16 @@ def samples_of(
     loader: DataLoader[Any],
     collate: Collate,
     start: Generators,
-    told: Sequence[tuple[Any, int]],
+    told: Sequence[Told],
     *,
     repeats: bool = False,
     between: int = 0,
 ) -> Any:
-    """Return the dataset of a loader; for what is not the dataset's see :class:`Order`.
+    """Return the dataset of a loader; for what is not here see :class:`Order`.
+
+    Args:
+        told: the samplers, and the datasets within that of the loader, that the script tells the
+            number of an epoch by ``set_epoch``, and that of the first one.
 
     Raises:
         CaptureError: the loader makes no batches of samples.
@@ -458,6 +519,23 @@ def samples_of(
             hint="let the dataset give samples, and the DataLoader make batches of them",
         )
     if isinstance(loader.dataset, IterableDataset):
-        return Stream(loader, collate)
-    order = Order(loader, start, told, repeats=repeats, between=between)
-    return Samples(loader, collate, order)
+        return Stream(loader, collate, told)
+    samplers = {id(each) for each in samplers_of(loader)}
+    of_order = [each for each in told if id(each[0]) in samplers]
+    others = [each for each in told if id(each[0]) not in samplers]
+    order = Order(loader, start, of_order, repeats=repeats, between=between)
+    return Samples(loader, collate, order, others)
+
+
+def draws_samples(data: Any) -> bool:
+    """Whether a sample of :func:`samples_of` draws random numbers of generators that all share."""
+    before, kept = SharedGenerators(), Kept(data)
+    try:
+        if isinstance(data, IterableDataset):
+            next(iter(data), None)
+        else:
+            data[next(iter(data.order(0)))]
+        return before.have_drawn()
+    finally:
+        before.restore()
+        kept.restore()

@@ -27,6 +27,7 @@ from pipectl.script.optimizers import (
 from pipectl.script.order import (
     Collate,
     batch_size_of,
+    datasets_of,
     held_out_samples,
     samplers_of,
     samples_of,
@@ -109,6 +110,7 @@ class Parts:
         """
         parts = cls.taken(command, run_script(command))
         _reset(parts.seen, parts.model)
+        parts.loading.data.restore()
         return parts
 
     @classmethod
@@ -179,8 +181,10 @@ class Parts:
 
     @property
     def told_epochs(self) -> list[tuple[Any, int]]:
-        """The samplers of the loader that the script calls ``set_epoch`` of, with the number."""
-        own = {id(each) for each in samplers_of(self.loader)}
+        """The samplers and datasets of the loader that the script calls ``set_epoch`` of, with the
+        number.
+        """
+        own = {id(x) for x in (*samplers_of(self.loader), *datasets_of(self.loader))}
         return [told for told in self.seen.epochs.values() if id(told[0]) in own]
 
     def held_out(self, name: str) -> Any:

@@ -167,6 +167,79 @@ def test_the_number_of_loading_processes_changes_no_sample_of_an_iterable(datase
     assert torch.equal(torch.cat(resumed), here[12:])
 
 
+class Counting(IterableDataset):
+    """Each pass has an order of its own, by what the dataset has kept of the passes before."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.passes, self.orders = kind, 0, [*range(9)]
+        self.generator, self.file = random.Random(3), Path(__file__).open()  # noqa: SIM115
+        self.inner = self if kind == "counts" else Counting("counts")
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        inner, order = self.inner, self.orders
+        if self.kind == "draws":
+            self.generator.shuffle(order)
+        else:
+            order = random.Random(inner.passes).sample(range(9), 9)
+            inner.passes += 1
+        return ((torch.tensor([i]), i) for i in order)
+
+
+@pytest.mark.parametrize("kind", ["counts", "draws", "counts within"])
+def test_an_iterable_that_keeps_count_begins_with_its_first_pass(kind: str) -> None:
+    """Whatever was read before, with any number of processes, and again if a run goes on."""
+    plain = Counting(kind)
+    expected = [index for _ in range(4) for _, index in plain]
+    for workers in (0, 1, 2):
+        loader = Loader(Counting(kind), seed=1, workers=workers, batch_size=4)
+        for _ in range(2):
+            assert [int(x) for x in loader.example(4)[0]] == expected[:4]
+            assert next(loader.stream())[1] == expected[0]
+            loader.read(Samples(0, range(2)))
+        planned = list(islice(loader.batches(), 9))
+        for skipped in (0, 5, 3):
+            read = loader.micro_batches(planned, 2, skipped)
+            assert [int(x) for inputs, _ in read for x in inputs] == expected[4 * skipped :]
+        read = loader.micro_batches(planned, 2)
+        first = indices([next(read)[0] for _ in range(9)])
+        loader.example(4)
+        assert first + indices([inputs for inputs, _ in read]) == expected
+
+
+class Curriculum(Mapped):
+    """Samples of a map-style dataset that depend on the epoch that it is told."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.tensor([100 * self.epoch + index]), index
+
+
+class CurriculumStream(Curriculum, IterableDataset):
+    """The same of an iterable."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        return map(self.__getitem__, range(self.count))
+
+
+@pytest.mark.parametrize("kind", [Curriculum, CurriculumStream])
+def test_a_dataset_is_told_the_epoch_that_is_read(kind: Any) -> None:
+    for workers in (0, 2):
+        loader = Loader(kind(6), seed=1, workers=workers, batch_size=3, shuffle=False)
+        expected = [100 * epoch + index for epoch in range(3) for index in range(6)]
+        assert indices([loader.example(3)[0]]) == expected[:3]
+        planned = list(islice(loader.batches(), 6))
+        for skipped in (0, 3):
+            read = loader.micro_batches(planned, 3, skipped)
+            first = indices([next(read)[0]])
+            loader.example(3)  # as where the model is captured for another size
+            rest = first + indices([inputs for inputs, _ in read])
+            assert rest == expected[3 * skipped :]
+
+
 @pytest.mark.parametrize("dataset", [Mapped(12), Stream(), Plain()], ids=["map", "torch", "plain"])
 def test_replicas_and_resumed_runs_take_the_samples_of_whole_batches(dataset: Any) -> None:
     loader = Loader(dataset, seed=1, batch_size=4)

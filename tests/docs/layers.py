@@ -18,7 +18,7 @@ LAYERS = (
     "profile profile_parts plan lanes cluster link peaks timeline rehearsal",
     "planner spec simulate schedule",
     "batch report runs watch",
-    "profiler runtime capture script torch_api",
+    "profiler runtime capture script objects torch_api",
     "jobs",
     "__main__ __init__ api cli",
 )
