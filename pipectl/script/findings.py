@@ -25,13 +25,14 @@ from pipectl.script.loops import (
     loops_around,
 )
 from pipectl.script.optimizers import follows_evaluations
-from pipectl.script.order import SharedGenerators, described
+from pipectl.script.order import SharedGenerators, described, draws_samples
 from pipectl.script.parts import Modules, Parts
 from pipectl.script.program import Place, name_of
 from pipectl.script.recorder import at
 from pipectl.script.steps import loops_of_job, steps_of, unread_jumps
 from pipectl.script.trainings import later_trainings
 from pipectl.spec.types import SCRIPT
+from pipectl.units import plural
 
 _DEFAULT_STEPS = 100
 _NAMED = 3
@@ -332,8 +333,8 @@ def _add_rest(parts: Parts, found: Findings, compared: Compared) -> None:
         where = drawn[0].place if drawn else None
         words = "random numbers of model and loss (dropout) follow from training.seed"
         found.differs.append(Finding("random numbers", words, where))
-    if not isinstance(parts.loader.dataset, IterableDataset) and _draws_samples(parts.dataset()):
-        words = "that a sample draws (augmentation) follow from training.seed"
+    if compared.samples_draw or draws_samples(parts.dataset()):
+        words = "that samples draw (augmentation, the order of a stream) follow from training.seed"
         found.differs.append(Finding("random numbers", words))
     for place in hand_set(Path(parts.command.file)):
         words = "set by hand: give the job an lr_scheduler, if this line changes it at any time"
@@ -345,32 +346,50 @@ def _add_rest(parts: Parts, found: Findings, compared: Compared) -> None:
         words = "set in the loop: in the job, what is frozen at the first step stays frozen, and "
         words += "nothing else is frozen later"
         found.differs.append(Finding("requires_grad", words, place))
-    if parts.batches_left:
-        found.differs.append(Finding("accumulation", _words_of_rest(parts), seen.stepped))
+    if words := _words_of_rest(parts, found):
+        found.differs.append(Finding("accumulation", words, seen.stepped))
 
 
-def _words_of_rest(parts: Parts) -> str:
-    """What becomes of the batches at the end of an epoch that are fewer than those of a step."""
-    words = f"an epoch has {parts.batches} batches, no multiple of {parts.accumulation}: "
+def _words_of_rest(parts: Parts, found: Findings) -> str:
+    """What becomes of the last batches of an epoch, if they make a step otherwise than in the
+    script; empty if they do not.
+    """
+    if parts.accumulation == 1 or isinstance(parts.loader.dataset, IterableDataset):
+        return ""
+    left, words = parts.batches_left, list[str]()
+    if left:
+        words.append(f"an epoch has {parts.batches} batches, no multiple of {parts.accumulation}")
     if parts.leaves_rest:
-        words += "the script makes no step of those that are left, and the job leaves them out "
-        words += "(data.drop_last: true); gradients of them that the script does not drop are in "
-        return words + "its next step, and not in that of the job"
-    words += "the last step of an epoch takes those that are left, by their mean, and its loss "
-    words += "may be another one than in the script"
-    if parts.steps_rest is None:
-        words += (
-            "; if the script makes no step of them, set data.drop_last: true, and training.steps"
+        words[0] += ": the script makes no step of those that are left, and the job leaves them "
+        words[0] += "out (data.drop_last: true); gradients of them that the script does not drop "
+        return f"{words[0]}are in its next step, and not in that of the job"
+    if left:
+        words[0] += ": the last step of an epoch takes those that are left, by their mean, and its "
+        words[0] += "loss may be another one than in the script"
+    if left and parts.steps_rest is None:
+        words[0] += "; if the script makes no step of them, set data.drop_last: true, and "
+        words[0] += "training.steps"
+    size = _samples_of_last(parts)
+    if left != 1 and size < parts.batch_size and "weight" not in found.loss:
+        words.append(
+            f"the last batch of an epoch has {plural(size, 'sample')}: in its step each sample has "
+            "the same weight in the job, and each batch in the script; set drop_last=True in the "
+            "DataLoader"
         )
-    return words
+    return "; and ".join(words)
+
+
+def _samples_of_last(parts: Parts) -> int:
+    """The samples of the last batch of an epoch."""
+    count = len(parts.dataset().order(0))
+    return count % parts.batch_size or parts.batch_size
 
 
 def _add_order(parts: Parts, found: Findings, compared: Compared) -> None:
     """Say what later epochs, and later trainings of the script, have of their own."""
     found.drawn_between_epochs = compared.drawn_between_epochs
     if compared.reorders:
-        words = "of later epochs is another one: the script draws other random numbers in between "
-        words += "(evaluation, dropout); each epoch has every sample as often as in the script"
+        words = f"of later epochs is another one than in the script: {compared.reorders}"
         found.differs.append(Finding("order", words, parts.loading.place))
     made = parts.seen.made_by.get(id(parts.optimizer), ())
     for place in later_trainings(parts.seen.frames, made)[:_NAMED]:
@@ -383,6 +402,14 @@ def _batches(parts: Parts, compared: Compared) -> Iterator[Finding]:
     """How batches of the job differ from those of the script."""
     if compared.others:
         yield Finding("samples", compared.others, parts.loading.place)
+    if compared.rest or (compared.rest is None and compared.epochs > 1):
+        words = f"if the samples of an epoch are no multiple of {parts.samples_per_step}"
+        if compared.rest:
+            words = f"an epoch ends with {plural(compared.rest, 'sample')} that fill no step"
+        words += ": the job fills it from the next epoch, and later batches are others than in the "
+        words += "script; set drop_last=True in the DataLoader, or give its dataset __len__ and "
+        words += "__getitem__"
+        yield Finding("batches", words, parts.loading.place)
     if compared.shapes:
         words = f"{compared.shapes}, and a job has one shape: pad all samples to one length in the "
         words += "dataset or the collate_fn"
@@ -412,13 +439,3 @@ def _jumps(parts: Parts) -> Iterator[Finding]:
         words = "every round of this loop makes an optimizer: the job is the first round; make "
         words += "what differs an argument of the script, for a job of each"
         yield Finding("steps", words, (loop.file, loop.node.lineno))
-
-
-def _draws_samples(dataset: Any) -> bool:
-    """Whether a sample draws random numbers of generators that all share."""
-    before = SharedGenerators()
-    try:
-        dataset[next(iter(dataset.order(0)))]
-        return before.have_drawn()
-    finally:
-        before.restore()

@@ -16,7 +16,6 @@ opens a file for writing, for example (`unwritten.py`).
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
@@ -28,13 +27,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
 
 from pipectl.errors import CaptureError
 from pipectl.script.hooks import Clip, Seen, Taken, options_of
 from pipectl.script.loops import comes_again, hand_set, names_of
 from pipectl.script.optimizers import Schedules, cut_down, follows_evaluations
-from pipectl.script.order import SharedGenerators, described
+from pipectl.script.order import described
 from pipectl.script.parts import Parts, model_of, program_of
 from pipectl.script.program import (
     Entry,
@@ -47,8 +45,8 @@ from pipectl.script.program import (
     parts,
     reach,
 )
+from pipectl.script.read_again import Step, drawn_between_epochs, read_again
 from pipectl.script.recorder import Recorder, Recording, at, memory_of, script_place
-from pipectl.script.rounds import batches_of
 from pipectl.script.run import Command, run_script
 from pipectl.script.second_epoch import FirstEpoch
 from pipectl.script.unwritten import unwritten
@@ -75,19 +73,6 @@ _STATE = (
 )
 _FROM_VALUES = {"tensor", "as_tensor", "from_numpy"}
 _OWN_LOSS = "; or give the job a loss of its own (key loss)"
-_REORDERED = "another order"
-_DRAWN_AGAIN = (
-    "is another one when it is read again: let the dataset and the collate_fn give the same sample "
-    "every time"
-)
-_ANEW = (
-    "begins the data anew, and the job reads on: read all batches of an epoch by one iterator "
-    "(`for batch in loader`, or `batches = iter(loader)` before the loop)"
-)
-_LEFT_OUT = (
-    "leaves out batches of the DataLoader, and the job trains on every one: leave samples out by "
-    "the dataset"
-)
 _FOLLOWS_TRAINING = (
     "ReduceLROnPlateau follows the loss of training, and in a job it follows that of evaluations"
 )
@@ -125,7 +110,11 @@ class Compared:
         evaluated: other data that the script reads after an epoch: in words, with their places and
             the names of their loaders.
         others: which steps of the first epoch train on other samples than the job, in words.
-        reorders: whether the second epoch has another order of samples than the job.
+        reorders: why later epochs have other samples than in the job, or in another order; empty
+            if they were not seen to.
+        samples_draw: whether samples draw random numbers, so that they were not compared.
+        rest: samples of the last batches of an epoch of a stream that fill no step; None if these
+            are not known.
         drawn_between_epochs: random numbers that the script draws before the second epoch.
     """
 
@@ -137,7 +126,9 @@ class Compared:
     shapes: str = ""
     evaluated: tuple[tuple[str, Place, str], ...] = ()
     others: str = ""
-    reorders: bool = False
+    reorders: str = ""
+    samples_draw: bool = False
+    rest: int | None = 0
     drawn_between_epochs: int = 0
 
     @property
@@ -239,10 +230,10 @@ def compare_steps(command: Command, *, own_schedule: bool = False) -> Compared:
     compared.epochs = steps[-1].epoch
     _refuse_loss_of_training(seen, steps, own_schedule=own_schedule)
     compared.evaluated = tuple(_evaluated(seen))
-    drawn = compared.drawn_between_epochs = _drawn_between_epochs(taken[0], steps)
+    drawn = compared.drawn_between_epochs = drawn_between_epochs(taken[0], steps)
     own = replace(taken[0], command=replace(command, drawn_between_epochs=drawn))
-    others = _other_samples(own, steps)
-    compared.others, compared.reorders = others.replace(_REORDERED, ""), others == _REORDERED
+    read = read_again(own, steps)
+    compared.others, compared.reorders, compared.samples_draw, compared.rest = read
     compared.shapes = _other_shape([each for step in steps for each in step.recordings])
     compared.draws = steps[0].recordings[0].draws
     if compared.steps >= STEPS:
@@ -258,35 +249,16 @@ def _set_modes(seen: Seen) -> None:
         module.training = was_training
 
 
-class _Step(NamedTuple):
-    """A step of the script.
-
-    Args:
-        number: from 1.
-        recordings: of its backwards.
-        epoch: 1, or 2 after the first epoch has been cut short.
-    """
-
-    number: int
-    recordings: list[Recording]
-    epoch: int
-
-    @property
-    def name(self) -> str:
-        """In words."""
-        return f"step {self.number}" if self.epoch == 1 else "the first step of a second epoch"
-
-
-def _steps_of(seen: Seen) -> list[_Step]:
+def _steps_of(seen: Seen) -> list[Step]:
     """Return the steps that the script has made."""
-    steps, begin, recordings = list[_Step](), 0, seen.recorder.recordings
+    steps, begin, recordings = list[Step](), 0, seen.recorder.recordings
     for number, end in enumerate(seen.ends, 1):
         own, begin = recordings[begin:end], end
-        steps.append(_Step(number, own, 1 if seen.is_of_first_epoch(own[-1]) else 2))
+        steps.append(Step(number, own, 1 if seen.is_of_first_epoch(own[-1]) else 2))
     return steps
 
 
-def _compare(seen: Seen, steps: list[_Step], compared: Compared) -> None:
+def _compare(seen: Seen, steps: list[Step], compared: Compared) -> None:
     first = steps[0].recordings[0]
     model = model_of(seen, first)
     program = program_of(first, model)
@@ -330,7 +302,7 @@ def _compare(seen: Seen, steps: list[_Step], compared: Compared) -> None:
     _refuse_other_accumulation(seen, steps)
 
 
-def _refuse_other_accumulation(seen: Seen, steps: list[_Step]) -> None:
+def _refuse_other_accumulation(seen: Seen, steps: list[Step]) -> None:
     """Refuse steps of more or fewer batches than the first one, besides the last of an epoch, which
     may have been cut short.
     """
@@ -374,7 +346,7 @@ def _evaluated(seen: Seen) -> Iterator[tuple[str, Place, str]]:
             yield described(each.loader.dataset), each.place, name
 
 
-def _refuse_loss_of_training(seen: Seen, steps: list[_Step], *, own_schedule: bool) -> None:
+def _refuse_loss_of_training(seen: Seen, steps: list[Step], *, own_schedule: bool) -> None:
     """Refuse a schedule that follows the loss of training: a job gives it that of evaluations."""
     losses = [float(each.value) for step in steps if step.epoch == 1 for each in step.recordings]
     loading = seen.loading_of(steps[0].recordings[0])
@@ -386,77 +358,6 @@ def _refuse_loss_of_training(seen: Seen, steps: list[_Step], *, own_schedule: bo
     for value, place in () if own_schedule else seen.followed_values:
         if any(math.isclose(value, each, rel_tol=1e-6) for each in known):
             raise CaptureError(f"{at(place)}: {_FOLLOWS_TRAINING}", hint=_FOLLOWS_HINT)
-
-
-def _drawn_between_epochs(parts: Parts, steps: list[_Step]) -> int:
-    """Count the random numbers that the script draws before its second epoch, if they can be."""
-    loading = parts.seen.loading_of(steps[-1].recordings[0])
-    if loading is None or steps[-1].epoch == 1 or isinstance(parts.loader.dataset, IterableDataset):
-        return parts.command.drawn_between_epochs
-    return parts.dataset().order.drawn_before(loading.start) or 0
-
-
-def _other_samples(parts: Parts, steps: list[_Step]) -> str:
-    """Say which step of the first epoch reads other samples than the job reads for it; or, if none
-    does, that the second epoch has another order.
-    """
-    words = _out_of_turn(parts.seen, steps)
-    if words or isinstance(parts.loader.dataset, IterableDataset):
-        return words
-    data, generators = parts.dataset(), SharedGenerators()
-    for step in steps:
-        for recording in step.recordings:
-            try:
-                read = _read_by_job(parts, data, step, recording)
-            except CaptureError:
-                raise
-            except Exception:  # of the script's code
-                return ""
-            if generators.have_drawn():  # other numbers are other samples
-                generators.restore()
-                return ""
-            for path in itertools.chain(*parts.program.batch_leaves()) if read else ():
-                if not _is_equal(read[name_of(path)], reach(recording.batch, path)):
-                    words = f"{name_of(path)} of the batch of {step.name} {_DRAWN_AGAIN}"
-                    return words if step.epoch == 1 else _REORDERED
-    return ""
-
-
-def _read_by_job(parts: Parts, data: Any, step: _Step, recording: Recording) -> dict[str, Any]:
-    """Return what the job reads for a batch; nothing if it has no number in the first epochs."""
-    number = recording.batches[0] if len(recording.batches) == 1 else -1
-    loading = parts.seen.loadings.get(number)
-    if loading is None or (step.epoch == 1 and loading is not parts.loading):
-        return {}
-    size = parts.batch_size
-    first = parts.seen.positions[number] * size
-    order = data.order(step.epoch - 1)
-    batch = data.collate_fn([data[i] for i in order[first : first + size]])
-    return {**batch["inputs"], **batch["targets"]}
-
-
-def _out_of_turn(seen: Seen, steps: list[_Step]) -> str:
-    """Say which step of the first epoch does not read the batch after that of the step before."""
-    iteration, position = seen.loading_of(steps[0].recordings[0]), 0
-    for step in (each for each in steps if each.epoch == 1):
-        for recording in step.recordings:
-            own = seen.loading_of(recording)
-            if len(recording.batches) != 1 or own is None or iteration is None:
-                return ""
-            if own is not iteration:
-                if not iteration.is_over and position != batches_of(iteration.loader):
-                    return f"{step.name} {_ANEW}"
-                iteration, position = own, 0
-            if seen.positions[recording.batches[0]] != position:
-                return f"{step.name} {_LEFT_OUT}"
-            position += 1
-    return ""
-
-
-def _is_equal(read: Any, own: Any) -> bool:
-    if not isinstance(read, Tensor) or not isinstance(own, Tensor) or read.shape != own.shape:
-        return False
-    return bool(((read == own) | ((read != read) & (own != own))).all())
 
 
 def _refuse_written(seen: Seen, model: nn.Module) -> None:
@@ -472,7 +373,7 @@ def _refuse_written(seen: Seen, model: nn.Module) -> None:
             )
 
 
-def _refuse_kept_gradients(seen: Seen, steps: list[_Step], model: nn.Module) -> None:
+def _refuse_kept_gradients(seen: Seen, steps: list[Step], model: nn.Module) -> None:
     """Refuse a script whose steps do not update by the gradients of their own batches."""
     assert seen.optimizer is not None
     names = {id(tensor): name for name, tensor in model.named_parameters()}
@@ -494,7 +395,7 @@ def _refuse_kept_gradients(seen: Seen, steps: list[_Step], model: nn.Module) -> 
         )
 
 
-def _refuse_other_clips(seen: Seen, steps: list[_Step]) -> None:
+def _refuse_other_clips(seen: Seen, steps: list[Step]) -> None:
     """Refuse a script that clips in another way in a later step than in the first one."""
     first = {_how(clip, seen): clip for clip in seen.clips if not clip.steps}
     for step in steps[1:]:
@@ -520,7 +421,7 @@ def _how(clip: Clip, seen: Seen) -> tuple[Any, ...]:
 
 
 def _refuse_changed_options(
-    command: Command, seen: Seen, steps: list[_Step], rates: list[_Rates]
+    command: Command, seen: Seen, steps: list[Step], rates: list[_Rates]
 ) -> None:
     """Refuse a script that sets options of its optimizer by hand."""
     for expected in rates:
