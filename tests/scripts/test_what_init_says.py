@@ -300,7 +300,8 @@ PARTS = "parts = torch.randperm(32).split(16)"
 OTHER_DATA = {
     "more": ("", "", "DataLoader(Subset(data, range(8 + 8 * epoch)), 8)", "has 16 samples, and "),
     "larger batches": ("", "", "DataLoader(data, 8 + 8 * epoch)", "has 16 samples in a batch"),
-    "fewer batches": ("data = Subset(data, range(30))", "", "DataLoader(data, 8, drop_last=epoch > 0)",
+    "fewer batches": ("data = Subset(data, range(30))", "",
+                      "DataLoader(data, 8, drop_last=epoch > 0)",
                       "has 3 batches, and the first one 4"),
     "another part": (PARTS, "", "DataLoader(Subset(data, parts[epoch % 2].tolist()), 8)",
                      "has other samples of the same dataset"),
