@@ -7,7 +7,7 @@ model (``blocks.0.weight``).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import Node
 
+from pipectl.capture.tensors import storage_of
 from pipectl.errors import CaptureError
 from pipectl.torch_api import (
     buffers_of,
@@ -108,9 +109,15 @@ class ModelWithLoss(nn.Module):
                 outputs = _convert(register_dataclasses(outputs), self.arithmetic, torch.float32)
             loss = loss_of_outputs(outputs) if self.loss is None else self.loss(outputs, targets)
             check_loss(loss, outputs if self.loss is None else None)
-        # An export drops what is assigned, outside the outermost module, but keeps writes.
-        for index, value in assigned.items():
-            _trace_write(tensors[index], value.detach())
+        # An export drops what is assigned, outside the outermost module, but keeps writes. A value
+        # may be another buffer, as in a swap: all are read before the first write.
+        written = {storage_of(tensors[index]) for index in assigned}
+        new = {
+            index: value.detach().clone() if _is_within(value, written) else value.detach()
+            for index, value in assigned.items()
+        }
+        for index, value in new.items():
+            _trace_write(tensors[index], value)
         return (loss, make_exportable(outputs)) if self.with_outputs else loss
 
 
@@ -173,9 +180,10 @@ class States:
 
         Raises:
             CaptureError: a parameter is replaced, or a buffer changes its shape, or its type to one
-                whose values it cannot hold.
+                whose values it cannot hold; or it gets the memory of a state that is written.
         """
         before, shapes = self.now(), [tensor.shape for tensor in tensors]
+        versions = [version_of(tensor) for tensor in tensors]
         assigned: dict[int, Tensor] = {}
         self.assign(dict(enumerate(tensors)))
         try:
@@ -187,6 +195,10 @@ class States:
                         self._check_change(index, tensor.dtype, shapes[index], now)
                         if now is not None:
                             assigned[index] = now
+            writes = zip(tensors, versions, strict=True)
+            self._check_memory(
+                assigned, {i for i, (t, old) in enumerate(writes) if version_of(t) != old}
+            )
         finally:
             self.assign(dict(enumerate(before)))
 
@@ -256,11 +268,36 @@ class States:
                 hint="give it this type in the factory",
             )
 
+    def _check_memory(self, assigned: Iterable[int], written: Collection[int]) -> None:
+        """Raise if the module has left two states in one memory, and a later step writes one.
+
+        Args:
+            assigned: indices of the buffers that it has assigned.
+            written: indices of the states that it has written in place.
+        """
+        now = self.now()
+        for index in assigned:
+            for other, tensor in enumerate(now):
+                if other == index or not _is_within(tensor, {storage_of(now[index])}):
+                    continue
+                is_trained = self._are_parameters[other] and tensor.requires_grad
+                if is_trained or not {index, other}.isdisjoint(written):
+                    one, two = self.names[index], self.names[other]
+                    raise CaptureError(
+                        f"model: its forward lets the buffer {one!r} share the memory of {two!r}, "
+                        "so that a later write in place would change both",
+                        hint="assign a copy: value.detach().clone()",
+                    )
+
     def assign(self, tensors: Mapping[int, Tensor]) -> None:
         """Put tensors into the module, by index."""
         for index, tensor in tensors.items():
             for entries, name in self._places[index]:
                 entries[name] = tensor
+
+
+def _is_within(tensor: Tensor, memories: Collection[int]) -> bool:
+    return tensor.layout is torch.strided and storage_of(tensor) in memories
 
 
 def _trace_write(buffer: Tensor, value: Tensor) -> None:

@@ -165,6 +165,25 @@ class Assigning(Layers):
         return self.head(y / self.newer)
 
 
+class Shifting(Layers):
+    """Buffers that move along a line, and two that change places and are written there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for index in range(3):
+            self.register_buffer(f"line_{index}", torch.full((6,), 1.0 + index))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        z = y * self.line_0 + self.line_1 - 0.5 * self.line_2
+        if self.training:
+            self.line_2, self.line_1 = self.line_1, self.line_0
+            self.line_0 = y.detach().mean(0)
+            self.newer, self.older = self.older, self.newer
+            self.older.mul_(0.9)
+        return self.head(z * self.newer + self.older)
+
+
 class Dropping(Layers):
     def forward(self, x: Tensor) -> Tensor:
         return self.head(nn.functional.dropout(self.a(x), 0.5, self.training))

@@ -185,6 +185,17 @@ def test_an_extra_state_that_a_forward_changes_is_refused(
             "self.kept = self.kept + 1.0j",
             "changes the type of buffer '1.kept' from torch.float32 to torch.complex64",
         ),
+        (
+            "nn.Buffer(torch.zeros(6))",
+            "x = x + self.kept; self.kept = self.linear.bias.detach()[:]",
+            "its forward lets the buffer '1.kept' share the memory of '1.linear.bias'",
+        ),
+        (
+            "nn.BatchNorm1d(6)",
+            "x = self.kept(x); self.kept.running_var = self.kept.running_mean.mul_(0.9)",
+            "its forward lets the buffer '1.kept.running_var' share the memory of "
+            "'1.kept.running_mean'",
+        ),
     ],
 )
 @pytest.mark.parametrize("opaque", [[], ["1"]], ids=["captured", "kept whole"])

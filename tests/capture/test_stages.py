@@ -194,7 +194,7 @@ def test_an_evaluation_that_the_stages_of_the_training_cannot_compute_is_refused
 
 TRIED = [
     *("mlp", "Inplace", "Dropping", "Sizes", "OwnBackward", "Filled", "Assigning", "OutArgument"),
-    *("WritingInput", "Outer", "Twice", "Branches", "Written"),
+    *("Shifting", "WritingInput", "Outer", "Twice", "Branches", "Written"),
     *("gpt", "tied", "cnn", "dense"),
 ]
 """Those of ``tests/corpus`` are cut once each; these at several places, or at every one with
