@@ -87,9 +87,9 @@ class Loader:
     """Draws the batches of one dataset, and loads the micro-batches that a rank needs.
 
     Args:
-        dataset: map-style (``__len__`` and ``__getitem__``) or iterable; may have its own
-            ``collate_fn``, the ``lengths`` of its samples, and a ``set_epoch`` that is called with
-            the number of an epoch, from 0, before its samples are read.
+        dataset: map-style (``__len__``, and ``__getitem__`` or ``__getitems__``) or iterable; may
+            have its own ``collate_fn``, the ``lengths`` of its samples, and a ``set_epoch`` that is
+            called with the number of an epoch, from 0, before its samples are read.
         seed: of the run.
         batch_size: samples per batch; None for all of the dataset, or of a bucket.
         drop_last: whether an incomplete last batch of an epoch is left out.
@@ -127,7 +127,7 @@ class Loader:
         self._shuffle = shuffle
         self._order, self._in_turn = order, in_turn
         self._lengths, self._pad, self._section = buckets, dict(pad or {}), section
-        self._iterable = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+        self._iterable = isinstance(dataset, IterableDataset) or not _has_items(dataset)
         self._unread = Kept(dataset) if self._iterable else Kept()
         self._told = _Told(dataset)
         self.collate: Callable[[list[Any]], Any] = (
@@ -518,8 +518,23 @@ class _Seeded(Dataset[Any]):
         epoch, index = sample
         self._told(epoch)
         seed_sample(self._seed, epoch, index)
-        value = self._dataset[index]
+        value = _read(self._dataset, index)
         return (index, value) if self._numbered else value
+
+
+def _has_items(dataset: Any) -> bool:
+    return hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
+
+
+def _read(dataset: Any, index: int) -> Any:
+    """Return a sample, by the method that a ``DataLoader`` calls."""
+    read_all = getattr(dataset, "__getitems__", None)
+    if not read_all:
+        return dataset[index]
+    found = read_all([index])
+    if len(found) != 1:
+        raise ValueError(f"__getitems__ returned {len(found)} samples for one index")
+    return found[0]
 
 
 class _SeededStream(IterableDataset[Any]):
@@ -580,7 +595,7 @@ def check_dataset(dataset: Any, key: str, factory: str) -> None:
     elif isinstance(dataset, Iterator) and type(dataset).__module__ in _ITERATORS:
         hint = "it can be read only once, and every rank, epoch and profile reads from the "
         hint += "beginning: return a list, or an object whose __iter__ starts anew each time"
-    elif not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__iter__"):
+    elif not _has_items(dataset) and not hasattr(dataset, "__iter__"):
         hint = "return an object with __len__ and __getitem__, or with __iter__"
     else:
         return

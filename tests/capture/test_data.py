@@ -16,10 +16,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, get_worker_info
 
 from pipectl.capture.batch import Reader, by_name
-from pipectl.capture.data import Loader, Samples
+from pipectl.capture.data import Loader, Samples, check_dataset
 from pipectl.capture.model_with_loss import loss_of_outputs
 from pipectl.capture.shares import target_weight
 from pipectl.capture.slices import Span
@@ -337,6 +337,31 @@ def test_data_that_make_no_batch(dataset: Any, message: str, hint: str) -> None:
     with pytest.raises(CaptureError, match=f"^data: {message}") as raised:
         Loader(dataset, seed=1).example(3)
     assert hint in str(raised.value.hint)
+
+
+class Doubled(Mapped):
+    """Gives something else for a list of indices, which a DataLoader asks for."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self.sample(2 * index) for index in indices]
+
+
+class InLists:
+    """No class of torch's, and has no samples one by one."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [noisy(index) for index in indices]
+
+
+@pytest.mark.parametrize("dataset", [Doubled(), Subset(Doubled(), range(9)), InLists()])
+def test_samples_are_read_by_the_method_that_a_loader_of_torch_calls(dataset: Any) -> None:
+    check_dataset(dataset, "data", "make")
+    (expected, _), *_ = DataLoader(dataset, 3)
+    found, _ = Loader(dataset, seed=0, batch_size=3, shuffle=False).example(3)
+    assert torch.equal(found[:, 0], expected[:, 0])
 
 
 def test_data_that_keep_what_they_read_have_the_samples_that_they_began_with() -> None:
