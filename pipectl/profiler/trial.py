@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from math import inf
+from math import inf, isnan
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from pipectl.capture import CapturedJob
 from pipectl.capture.batch import Reader
 from pipectl.capture.data import Loader
+from pipectl.capture.randomness import seed_everything
 from pipectl.capture.shares import target_weight
 from pipectl.capture.stage import uses_of_parameter
 from pipectl.errors import CaptureError, WorkerError
@@ -114,10 +115,43 @@ def _try_metrics(
 ) -> None:
     """Evaluate batches; if time is short, leave it to the ranks, before their first step."""
     tried = Metrics(metrics)
+    first: tuple[Any, ...] | None = None
     for batch in batches:
         if time.monotonic() > until:
             return
         loss, outputs = job.evaluate(batch, device)
         on_host = pytree.tree_map_only(Tensor, Tensor.cpu, outputs)
+        first = first or (1, float(loss), on_host, batch[1])
         tried.add(1, float(loss), on_host, batch[1])
     tried.result()
+    if first is not None:
+        _refuse_lasting(metrics, *first)
+
+
+def _refuse_lasting(metrics: dict[str, Any], *given: Any) -> None:
+    """Refuse metrics in which an evaluation leaves something for the next one.
+
+    Args:
+        given: what they get for a micro-batch.
+
+    Raises:
+        CaptureError: naming the metric.
+    """
+    found = []
+    for _ in range(2):
+        seed_everything(0)
+        again = Metrics(metrics)
+        again.add(*given)
+        try:
+            found.append(again.result())
+        except WorkerError:  # it has no result for so few samples
+            return
+    for name in metrics:
+        one, other = (values[name] for values in found)
+        if one != other and not (isnan(one) and isnan(other)):
+            raise CaptureError(
+                f"evaluation.metrics.{name}: gives {one:g}, then {other:g} for the same outputs, "
+                "as it keeps something from one evaluation to the next",
+                hint="keep it in the object, which is fresh for every evaluation, or clear it in "
+                "reset()",
+            )

@@ -17,8 +17,9 @@ class Metrics:
     """Accumulates the loss and the user's metrics over the micro-batches of one evaluation.
 
     A metric with ``update(outputs, targets)`` and ``compute()`` is used in this way, from a fresh
-    copy each time; a plain function is averaged, weighted by samples. The loss is weighted as in
-    training: a micro-batch without weight (no valid token, say) may have none.
+    copy each time, after ``reset()`` if it has that; a plain function is averaged, weighted by
+    samples. The loss is weighted as in training: a micro-batch without weight (no valid token, say)
+    may have none.
 
     Args:
         metrics: by name, as in the spec.
@@ -27,7 +28,7 @@ class Metrics:
         adds_up: whether losses are added up instead.
 
     Raises:
-        CaptureError: a metric cannot be copied.
+        CaptureError: a metric cannot be copied or reset.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class Metrics:
     ) -> None:
         self._weigh, self._adds_up = weigh, adds_up
         self._metrics = {
-            name: call(copy.deepcopy, _key(name), metric) if is_stateful(metric) else metric
+            name: call(_fresh, _key(name), metric) if is_stateful(metric) else metric
             for name, metric in metrics.items()
         }
         self._sums: dict[str, float] = {}
@@ -86,6 +87,15 @@ class Metrics:
             if is_stateful(metric)
         }
         return {"loss": loss, **means, **computed}
+
+
+def _fresh(metric: Any) -> Any:
+    """Return a copy of a metric that has seen nothing, whatever it keeps outside of itself."""
+    metric = copy.deepcopy(metric)
+    reset = getattr(metric, "reset", None)
+    if callable(reset):
+        reset()
+    return metric
 
 
 def _key(name: str) -> str:

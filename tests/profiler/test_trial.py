@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -89,6 +89,33 @@ def measured(**kwargs: Any) -> dict[str, Any]:
     }
 
 
+class Seen:
+    """Keeps what it has seen in its class."""
+
+    seen: ClassVar[list[int]] = []
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        self.seen.append(len(targets))
+
+    def compute(self) -> int:
+        return sum(self.seen)
+
+    def reset(self) -> None:
+        self.seen.clear()
+
+
+def grown(outputs: Any, targets: Any) -> int:
+    GROWN.append(len(targets))
+    return len(GROWN)
+
+
+GROWN: list[int] = []
+
+
+def lasting(metric: str) -> dict[str, Any]:
+    return held_out(metrics={"m": f"{HERE}:{metric}"})
+
+
 IN_EVALUATION = r".*, in evaluation \(model\.eval\(\)\)$"
 
 
@@ -102,6 +129,8 @@ IN_EVALUATION = r".*, in evaluation \(model\.eval\(\)\)$"
         ("Counted", measured(gives="matrix"), r"evaluation\.metrics\.m: must give one number, but"),
         ("Counted", measured(raises="no"), r"evaluation\.metrics\.m: raised ValueError: no \(at "),
         ("Counted", measured(updates=3), ""),
+        ("Counted", lasting("Seen"), ""),
+        ("Counted", lasting("grown"), r"evaluation\.metrics\.m: gives \d+, then \d+ for the"),
         (f"{HERE}:Detector", {**held_out(), "loss": f"{HERE}:total"},
          rf"loss\.factory: .*:total: raised AttributeError{IN_EVALUATION}"),
         ("Counted", {"loss_weight": f"{HERE}:weight"}, r"loss\.weight: .*:weight: raised KeyError"),
