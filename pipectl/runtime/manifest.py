@@ -87,10 +87,11 @@ class Manifest(DataFile):
         weights: files with the parameters and buffers of the user's model, by their own names.
         training: files with the optimizer state and all else that a run needs to resume.
         updates: number of steps that advanced the learning-rate schedule.
-        losses: of the evaluations that a learning-rate schedule follows, in order.
-        metric_values: of the metric that early stopping or ``checkpoint.keep_best`` follows, in
-            order of the evaluations.
-        best: the best of these evaluations: its ``step``, ``metric``, ``mode`` and ``value``.
+        losses: of the evaluations that a learning-rate schedule follows, in order, without one that
+            was made only because the training ended.
+        metric_values: of the metric that early stopping or ``checkpoint.keep_best`` follows, of the
+            same evaluations.
+        best: the best of all evaluations: its ``step``, ``metric``, ``mode`` and ``value``.
         loss_scale: of float16, and the number of steps without overflow since it changed.
         unevaluated: whether the evaluation after this step, if one is due, is still to be made.
     """

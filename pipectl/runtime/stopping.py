@@ -99,9 +99,9 @@ class EarlyStopping:
         keeps_best: whether to find the best evaluation also without ``spec``, by the loss.
 
     Attributes:
-        metric_values: of all evaluations, in order.
-        best: the best of them; the first of several that are equal.
-        reason: why the training ends after the last of them; empty if it does not.
+        metric_values: of the evaluations that recur, in order.
+        best: the best of all evaluations; the first of several that are equal.
+        reason: why the training ends after the last one that recurs; empty if it does not.
     """
 
     def __init__(self, spec: EarlyStoppingSpec | None, *, keeps_best: bool = False) -> None:
@@ -116,15 +116,21 @@ class EarlyStopping:
         """Whether it takes the results of evaluations."""
         return self._watched is not None
 
-    def watch(self, step: int, result: Mapping[str, float]) -> None:
-        """Add the result of the evaluation after a step."""
+    def watch(self, step: int, result: Mapping[str, float], *, recurs: bool = True) -> None:
+        """Take the result of the evaluation after a step.
+
+        Args:
+            recurs: whether it is made however many steps there are. One that is made only because
+                the training ends may be the best, but more steps are not decided by it.
+        """
         if (watched := self._watched) is None:
             return
         value = result[watched.metric]
         before = math.nan if self.best is None else self.best.value
         if is_better(value, before, watched.mode):
             self.best = Best(step, watched.metric, watched.mode, value)
-        self._add([value])
+        if recurs:
+            self._add([value])
 
     def restore(self, values: Sequence[float], best: Best | None) -> None:
         """Go on from the values of a checkpoint, unless they are of another metric."""

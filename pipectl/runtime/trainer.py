@@ -252,13 +252,13 @@ class Trainer:
         renewal = lower_renewal(plan, self._rank)
         setup.training.run(StepRun(Step(renewal, channels(plan), self._rank, ())))
         result = self._result_of_evaluation(step)
-        self._early_stopping.watch(step, result)
+        self._early_stopping.watch(step, result, recurs=self._recurs(step))
         if self._rank == 0:
             self._telemetry.evaluation(step, result, self._early_stopping.reason)
         self._begin(TRAINS)
 
     def _result_of_evaluation(self, step: int) -> dict[str, float]:
-        """Evaluate; the learning rate may follow.
+        """Evaluate; the learning rate may follow if the evaluation recurs.
 
         An evaluation that fails on any rank costs no training: all ranks save their state as it was
         before it, and the run ends.
@@ -271,8 +271,11 @@ class Trainer:
 
         def evaluate() -> dict[str, float]:
             result = evaluator.evaluate(step)
-            setup.replicas.take_evaluated(evaluator.writes)
-            updater.watch(result["loss"])
+            if self._recurs(step):
+                setup.replicas.take_evaluated(evaluator.writes)
+                updater.watch(result["loss"])
+            else:
+                self._reset_buffers(buffers)
             return result
 
         try:
@@ -280,15 +283,18 @@ class Trainer:
         except Exception as error:  # on all ranks
             where = setup.board.read()
             updater.forget_losses(count)
-            with torch.no_grad():
-                for name, buffer in buffers.items():
-                    setup.written[name].copy_(buffer)
+            self._reset_buffers(buffers)
             try:
                 self._save_unevaluated(step, error)
             except Exception as failure:  # of a device that has failed, say
                 raise failure if isinstance(error, OtherRankError) else error from failure
             setup.board.return_to(where)
             self._alarm.end(error)
+
+    def _reset_buffers(self, values: Mapping[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, value in values.items():
+                self._setup.written[name].copy_(value)
 
     def _save_unevaluated(self, step: int, error: Exception) -> None:
         """Save the state before an evaluation that has failed, and add to the error that it is."""
@@ -419,6 +425,15 @@ class Trainer:
         evaluation = self._spec.evaluation
         return evaluation is not None and self._is_due(step, evaluation.every)
 
+    def _recurs(self, step: int) -> bool:
+        """Whether the evaluation after a step is made however many steps there are.
+
+        One that is made only because the training ends leaves no trace in the state, so that a run
+        that gets more steps is as one that had them from the start.
+        """
+        evaluation = self._spec.evaluation
+        return evaluation is not None and _is_multiple(step, evaluation.every)
+
     def _saves_after(self, step: int) -> bool:
         return self._is_due(step, self._spec.checkpoint.every)
 
@@ -442,4 +457,8 @@ class Trainer:
 
     def _is_due(self, step: int, every: int | None) -> bool:
         """Whether something happens after a step: every ``every`` steps, and after the last."""
-        return step == self._spec.training.steps or bool(every and step % every == 0)
+        return step == self._spec.training.steps or _is_multiple(step, every)
+
+
+def _is_multiple(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0

@@ -208,6 +208,18 @@ class Model(nn.Module):
         return self.head(self.layers(x)).view(-1, 3, 4)
 
 
+class Called(Model):
+    """Scales by how often it was called, also in evaluations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x * (1 + 0.1 * self.calls))
+
+
 class Turned(Model):
     """Weights that are views of transposed ones."""
 

@@ -27,6 +27,7 @@ from pipectl.runs import (
 )
 from pipectl.runs.metrics import sum_up
 from pipectl.runtime import checkpoint
+from pipectl.runtime.manifest import Manifest
 from pipectl.runtime.stopping import count_without_improvement
 from pipectl.runtime.worker import run as work_here
 from pipectl.spec import dump, load
@@ -352,6 +353,30 @@ PLATEAU = {
     "kwargs": {"patience": 0, "threshold": 1e9, "threshold_mode": "abs", "factor": 0.5},
 }
 """Each evaluation but the first halves the learning rate."""
+
+
+def test_an_evaluation_made_only_because_the_training_ended_changes_no_further_steps(
+    make_run, train, different
+):
+    """Neither learning rate nor early stopping nor buffers: at its end the whole run has had one
+    evaluation too few to end early. It may be the best."""
+    stopping = {"patience": 4, "min_delta": 1e9}
+    held_out = {"data": f"{PARTS}:HeldOut", "every": 2, "early_stopping": stopping}
+    often = {"model": {"factory": f"{PARTS}:Called"}, "evaluation": held_out}
+    whole, run = (make_run(1, **often, lr_scheduler=PLATEAU, training=TRAINING) for _ in range(2))
+    run.job.write_text(dump(load(run.job, ["training.steps=5"])))
+    train(whole, run)
+    manifests = [Manifest.load(run.checkpoints / "step-000005")]
+    values = {line.step: line.evaluation["loss"] for line in read_metrics(run) if line.evaluation}
+    assert [*values] == [2, 4, 5]
+    assert manifests[0].best.step == min(values, key=values.get)
+    run.start_of(2).errors.mkdir(parents=True)
+    run.job.write_text(dump(load(run.job, [f"training.steps={STEPS}"])))
+    train(run)
+    manifests += [Manifest.load(each.checkpoints / f"step-{STEPS:06d}") for each in (run, whole)]
+    assert [len(each.losses) for each in manifests] == [2, 4, 4]
+    assert [len(each.metric_values) for each in manifests] == [2, 4, 4]
+    assert different(whole, run) == []
 
 
 @pytest.mark.parametrize(
