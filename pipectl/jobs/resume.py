@@ -52,6 +52,7 @@ from pipectl.units import plural
 
 if TYPE_CHECKING:
     from pipectl.spec import JobSpec
+    from pipectl.spec.models import EarlyStopping
 
 
 class Resumption(NamedTuple):
@@ -166,20 +167,35 @@ def _refuse_unfinished(run: RunDirectory, record: Record, now: float, *, force: 
 
 
 def _check_incomplete(run: RunDirectory, record: Record, before: JobSpec, spec: JobSpec) -> None:
-    """Refuse a complete run unless it gets more steps or evaluations."""
-    early_stop = read_measured(run, record, read_heartbeat(run.start)).early_stop
-    if early_stop and spec.evaluation == before.evaluation:
-        raise UsageError(
-            f"{run.name}: is complete: {early_stop}",
-            hint=f"to train on, allow more evaluations: pipectl resume {name_in_shell(run)} "
-            "--set evaluation.early_stopping.patience=N",
-        )
-    if not early_stop and spec.training.steps <= record.steps:
-        raise UsageError(
-            f"{run.name}: is complete, step {record.steps} of {record.steps}",
-            hint=f"to train on, give it more steps: pipectl resume {name_in_shell(run)} "
-            f"--set training.steps={2 * record.steps}",
-        )
+    """Refuse a complete run unless it gets more steps or, if it has ended early, evaluations.
+
+    One that has ended early in its last step needs both.
+    """
+    measured = read_measured(run, record, read_heartbeat(run.start))
+    early_stop, old, new = measured.early_stop, _early_stopping(before), _early_stopping(spec)
+    stops = bool(early_stop) and old is not None and new == old
+    in_last_step = not early_stop or measured.step >= record.steps
+    is_done = in_last_step and spec.training.steps <= record.steps
+    if not (stops or is_done):
+        return
+    cures, command = [], f"pipectl resume {name_in_shell(run)}"
+    if early_stop and old is not None:
+        cures.append("allow more evaluations")
+        patience = "=null" if new is None else f".patience={'N' if stops else new.patience}"
+        command += f" --set evaluation.early_stopping{patience}"
+    if in_last_step:
+        cures.append("give it more steps")
+        steps = 2 * record.steps if is_done else spec.training.steps
+        command += f" --set training.steps={steps}"
+    why = f": {early_stop}" if stops else f", step {record.steps} of {record.steps}"
+    raise UsageError(
+        f"{run.name}: is complete{why}",
+        hint=f"to train on, {' and '.join(cures)}: {command}",
+    )
+
+
+def _early_stopping(spec: JobSpec) -> EarlyStopping | None:
+    return None if spec.evaluation is None else spec.evaluation.early_stopping
 
 
 def _check_steps(run: RunDirectory, spec: JobSpec) -> None:

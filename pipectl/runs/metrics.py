@@ -26,6 +26,7 @@ from zlib import crc32
 from pipectl.fields import FieldError, LenientFields, read_value
 from pipectl.files import MAX_BYTES, open_regular, read_limited
 from pipectl.runs.directory import RunDirectory, step_of
+from pipectl.runs.phases import DONE
 from pipectl.runs.readers import Heartbeat, LostTo, RankBeat, Share, last_checkpoint
 from pipectl.runs.record import PROFILING, Record
 
@@ -500,7 +501,7 @@ class Measured(Speed):
             not finite.
         has_losses: whether these steps are recorded.
         evaluation: metrics of the last evaluation, after ``evaluation_step``.
-        early_stop: why training ended after that evaluation; empty if it did not.
+        early_stop: why training ended after that evaluation; empty if it did not, or has gone on.
         not_finite: steps whose loss, gradients or buffers were not finite.
         fault: what was not finite in the last such step, e.g. ``the loss of micro-batch 2``.
         rebalanced: steps after which another plan was used.
@@ -557,7 +558,7 @@ def sum_up(
         has_losses=has_losses,
         evaluation_step=evaluation.step if evaluation else None,
         evaluation=(evaluation and evaluation.evaluation) or {},
-        early_stop=evaluation.early_stop if evaluation else "",
+        early_stop=evaluation.early_stop if evaluation and evaluation.step >= last.step else "",
         not_finite=tuple(line.step for line in faults),
         fault=_explain_fault(faults[-1].not_finite) if faults else "",
         rebalanced=tuple(step for step, _ in moves),
@@ -619,11 +620,16 @@ def read_measured(
     lines = (metrics or Metrics(run.metrics)).lines()
     last = max((line.attempt for line in lines if line.is_step), default=heartbeat.attempt)
     if last >= heartbeat.attempt:
-        return sum_up(lines, plan_id(run))
-    # It goes on from a checkpoint, often of an earlier step. It says 0 until it has read that.
-    checkpoint = last_checkpoint(run)
-    begins_at = heartbeat.step or (0 if checkpoint is None else step_of(checkpoint) or 0)
-    return replace(sum_up(lines, plan_id(run), begins_at), steps=heartbeat.steps)
+        measured = sum_up(lines, plan_id(run))
+    else:
+        # It goes on from a checkpoint, often of an earlier step. It says 0 until it has read that.
+        checkpoint = last_checkpoint(run)
+        begins_at = heartbeat.step or (0 if checkpoint is None else step_of(checkpoint) or 0)
+        measured = replace(sum_up(lines, plan_id(run), begins_at), steps=heartbeat.steps)
+    # A newer start trains on, unless it had nothing to do.
+    if last < run.start.number and heartbeat.state != DONE:
+        measured = replace(measured, early_stop="")
+    return measured
 
 
 def read_speed(run: RunDirectory, metrics: Metrics | None = None) -> Speed:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 TRAINS = "training"
 """Ranks compute steps."""
+DONE = "done"
+"""All steps are made, or the training has ended early."""
 _AFTER_STEP = " after step "
 
 

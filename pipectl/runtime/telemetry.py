@@ -17,6 +17,7 @@ from mpi4py import MPI
 from pipectl.capture.shares import sum_of_parts
 from pipectl.fields import write_value
 from pipectl.runs import CoreShare, Heartbeat, NotFinite, RankBeat, StartDirectory, plan_id
+from pipectl.runs.phases import DONE
 from pipectl.runtime.nodes import node_name
 from pipectl.runtime.processor import make_meter
 from pipectl.runtime.rank_process import say, warn
@@ -169,7 +170,7 @@ class Telemetry:
         """Record what was not finite in a step (rank 0 writes)."""
         self._append({**self._stamp(step), "not_finite": write_value(fault)})
 
-    def finish(self, phase: str = "done") -> None:
+    def finish(self, phase: str = DONE) -> None:
         """Wait for every report of every rank and write the last ones; collective."""
 
         def is_over() -> bool:

@@ -13,7 +13,7 @@ from pipectl.cluster import Cluster
 from pipectl.errors import PipectlError, UsageError
 from pipectl.files import write_text
 from pipectl.runs import StartDirectory, read_metrics
-from pipectl.runs.phases import TRAINS, evaluates, saves
+from pipectl.runs.phases import DONE, TRAINS, evaluates, saves
 from pipectl.runtime.alarm import Alarm, OtherRankError
 from pipectl.runtime.asynchronous import AsynchronousSteps
 from pipectl.runtime.changed_optimizer import restore_optimizer
@@ -147,7 +147,7 @@ class Trainer:
         self._setup.batches.feed.finish()
         self._tracing.finish()  # even if the last checkpoint cannot be written
         self._saver.finish()
-        phase = "stopped" if self._stopped else "moving to another plan" if self._moves else "done"
+        phase = "stopped" if self._stopped else "moving to another plan" if self._moves else DONE
         self._telemetry.finish(phase)
         if self._stopped and self._rank == 0:
             write_text(self._start.stopped_marker, "")

@@ -190,6 +190,33 @@ def test_a_start_that_begins_again_shows_nothing_that_is_to_be_done_again(run):
     assert (found.step, found.last_loss) == (12, 3 / 12)
 
 
+def test_a_training_that_goes_on_has_not_ended_early(run):
+    """From its submission on; a start that had nothing to do changes nothing."""
+    ended = json.dumps({"attempt": 1, "step": 6, "evaluation": {"loss": 1.0}, "early_stop": "why"})
+    lines = [*(step_line(step) for step in range(1, 7)), ended]
+
+    def early_stop():
+        run.metrics.write_text("\n".join(lines) + "\n")
+        return read_measured(run, None, read_heartbeat(run.start)).early_stop
+
+    assert early_stop() == "why"
+    Heartbeat("done", 6, STEPS).save(run.start.heartbeat)
+    assert early_stop() == "why"
+    start = run.start_of(2)
+    start.path.mkdir(parents=True)
+    assert early_stop() == ""
+    Heartbeat("warming up", 6, STEPS, attempt=2).save(start.heartbeat)
+    assert early_stop() == ""
+    Heartbeat("done", 6, STEPS, attempt=2).save(start.heartbeat)
+    assert early_stop() == "why"
+    Heartbeat("training", 7, STEPS, attempt=2).save(start.heartbeat)
+    lines.append(step_line(7, 2))
+    assert early_stop() == ""
+    Heartbeat("done", 8, STEPS, attempt=2).save(start.heartbeat)
+    lines.append(step_line(8, 2))
+    assert early_stop() == ""
+
+
 def test_the_speed_is_that_of_the_present_plan(run):
     """40 steps of 40 ms under a plan, then some of 10 ms under another, then the first again."""
     make_plan, line = run.plan.write_text, partial(step_line, samples_per_s=750.0)
