@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -695,6 +696,14 @@ def told_as_process(dataset: Any) -> Iterator[None]:
     alone = worker.WorkerInfo(id=0, num_workers=1, seed=seed, dataset=dataset)
     with mock.patch.object(worker, "_worker_info", alone):
         yield
+
+
+def draw_rest(batches: Any, most: int) -> None:
+    """Let the iterator of a ``DataLoader`` draw the samples that it has not drawn, up to so many
+    batches, without reading them.
+    """
+    for _ in islice(getattr(batches, "_sampler_iter", ()), most):
+        pass
 
 
 def is_of_compiler(error: BaseException) -> bool:

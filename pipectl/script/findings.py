@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from pipectl.errors import CaptureError
 from pipectl.script.halves import Kind, kind_of_loss, refusal_of_half
@@ -29,6 +29,7 @@ from pipectl.script.order import SharedGenerators, described, draws_samples
 from pipectl.script.parts import Modules, Parts
 from pipectl.script.program import Place, name_of
 from pipectl.script.recorder import at
+from pipectl.script.some_epochs import draws_at_times
 from pipectl.script.steps import loops_of_job, steps_of, unread_jumps
 from pipectl.script.trainings import later_trainings
 from pipectl.spec.types import SCRIPT
@@ -267,6 +268,27 @@ def _add_evaluation(parts: Parts, found: Findings, compared: Compared) -> None:
         else:
             words = f"{data} after an epoch: set evaluation.data and evaluation.every"
             found.left.append(Finding("evaluation", words, place))
+    if not compared.evaluated and compared.epochs == 1:
+        for name in _other_loaders(parts)[:1]:
+            every = parts.known_steps_per_epoch or _DEFAULT_STEPS
+            words = "none, since no DataLoader was read between two epochs; for one: evaluation: "
+            words += f"{{data: {{factory: script, kwargs: {{loader: {name}}}}}, every: {every}}}"
+            found.left.append(Finding("evaluation", words))
+
+
+def _other_loaders(parts: Parts) -> list[str]:
+    """The variables of a script that are loaders of held-out data."""
+    names = {
+        name: each
+        for _, scope, own, _ in parts.seen.frames
+        for name, each in {**scope, **own}.items()
+    }
+    others = (
+        name
+        for name, each in names.items()
+        if isinstance(each, DataLoader) and each.dataset is not parts.loader.dataset
+    )
+    return [name for name in others if _is_alike(parts, name)]
 
 
 def _is_alike(parts: Parts, name: str) -> bool:
@@ -316,11 +338,9 @@ def _add_rest(parts: Parts, found: Findings, compared: Compared) -> None:
     if seen.compiled is not None:
         words = "torch.compile; set training.compile: true"
         found.left.append(Finding("compile", words, seen.compiled))
-    found.left.append(
-        Finding(
-            "after the step", "what follows in the loop: logs, evaluation, saving", seen.stepped
-        )
-    )
+    words = "what follows in the loop: logs, saving"
+    words += "" if found.evaluation else ", evaluation"
+    found.left.append(Finding("after the step", words, seen.stepped))
     for place in list(dict.fromkeys(seen.recorder.decisions))[:3]:
         words = "looks at values of tensors; what it decides by them is as in the first step"
         found.left.append(Finding("values", words, place))
@@ -391,11 +411,26 @@ def _add_order(parts: Parts, found: Findings, compared: Compared) -> None:
     if compared.reorders:
         words = f"of later epochs is another one than in the script: {compared.reorders}"
         found.differs.append(Finding("order", words, parts.loading.place))
+    elif compared.epochs > 1 and (place := _draws_at_times(parts)) is not None:
+        words = "of later epochs may be another one than in the script: this line is run in some "
+        words += "epochs, or after some steps, only, and to read data or to sample draws random "
+        words += "numbers; give the DataLoader a generator of its own "
+        words += "(generator=torch.Generator().manual_seed(0))"
+        found.differs.append(Finding("order", words, place))
     made = parts.seen.made_by.get(id(parts.optimizer), ())
     for place in later_trainings(parts.seen.frames, made)[:_NAMED]:
         words = "trains after this training, and the job is the first training alone: give what "
         words += "comes later a script of its own that begins with the weights of this job"
         found.left.append(Finding("a later training", words, place))
+
+
+def _draws_at_times(parts: Parts) -> Place | None:
+    """The line that may draw random numbers in some epochs only, where the order follows them."""
+    if isinstance(parts.loader.dataset, IterableDataset):
+        return None
+    place = draws_at_times(loops_of_job(parts), parts.loader)
+    is_free = place is None or not parts.dataset().order.follows_shared_generators()
+    return None if is_free else place
 
 
 def _batches(parts: Parts, compared: Compared) -> Iterator[Finding]:

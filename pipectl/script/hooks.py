@@ -32,7 +32,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,6 +72,7 @@ from pipectl.script.recorder import (
     script_place,
     script_places,
 )
+from pipectl.torch_api import draw_rest
 
 _RANK_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK",
@@ -95,6 +96,8 @@ _OUTSIDE = str(Path(__file__).with_name("run.py"))
 _IGNORED_STOPS = 20
 _PATIENCE_S = 20.0
 """For what a script does between two epochs."""
+_MOST_BATCHES = 1_000_000
+"""Whose samples are drawn at the end of an epoch that is cut short."""
 _FEW = 2
 """Batches of an evaluation."""
 
@@ -433,7 +436,7 @@ def _loading(seen: Seen, original: Callable[..., None]) -> Callable[..., None]:
 
 def _telling(seen: Seen, original: Callable[..., Any]) -> Callable[..., Any]:
     def set_epoch(owner: Any, epoch: int) -> Any:
-        if not seen.ends:
+        if seen.optimizer is None:  # later ones are of other epochs, or of pipectl
             seen.epochs[id(owner)] = owner, epoch
         return original(owner, epoch)
 
@@ -516,14 +519,17 @@ class _Batches:
     def _end_soon(self) -> None:
         """End the first epoch, and evaluations after a few batches."""
         _be_patient(self._seen)
-        loading = self._seen.loading_of(self._seen.recorder.recordings[0])
+        loading, is_training = self._seen.loading_of(self._seen.recorder.recordings[0]), False
         if loading is not None and loading.loader is self._loading.loader:
-            is_over = self._loading.begun_after < self._seen.shortened
+            is_over, is_training = self._loading.begun_after < self._seen.shortened, True
         else:
             is_over = self._given >= _FEW
             self._seen.evaluated.setdefault(id(self._loading.loader), self._loading)
         if is_over:
             self._seen.draws_between_batches |= bool(self._given) and self._drawn.have_drawn()
+            sampler: Any = self._loading.loader.batch_sampler
+            if is_training and isinstance(sampler, Sized):  # as at the end of a whole epoch
+                draw_rest(self._batches, min(len(sampler) + 1, _MOST_BATCHES))
             raise StopIteration
 
 

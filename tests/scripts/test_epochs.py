@@ -164,13 +164,6 @@ OTHERS = {
         ["samples"],
         "the sampler (Samples) the same indices",
     ),
-    "an attribute by hand": (
-        BY_HAND.format(
-            kind=NUMBERED, made="told = Numbered()", before="told.epoch = epoch", step=STEP
-        ),
-        ["samples"],
-        "change by set_epoch() of the dataset alone",
-    ),
     "an attribute of a stream by hand": (
         BY_HAND.format(
             kind=STREAM, made="told = Stream('told')", before="told.epoch = epoch", step=STEP
@@ -269,3 +262,58 @@ def test_a_stream_whose_epochs_end_within_a_step_is_named(
     assert [each.what for each in found.differs] == kinds
     if len(kinds) > 1:
         assert found.differs[-1].value.startswith("an epoch ends with 6 samples that fill no step")
+
+
+VALIDATE = """
+held_out = DataLoader(data, batch_size=8)
+def save(): torch.save({{}}, "model.pt")
+def validate(val_loader):
+    for x, y in val_loader: model(x)
+for epoch in range(4):
+    for x, y in loader:
+        {step}
+        {often}
+    {after}
+"""
+
+
+@pytest.mark.parametrize(
+    ("often", "after", "line"),
+    [
+        ("", "if epoch % 2 == 1: [model(x) for x, y in held_out]", "if epoch"),
+        ("", "if epoch % 2 == 0: continue\n    validate(held_out)", "validate(held_out)"),
+        ("", "if (epoch + 1) % 3 == 0: validate(DataLoader(data))", "if (epoch"),
+        ("if number % 9 == 8: torch.randn(3)\n        number += 1", "", "if number"),
+        ("", "if epoch % 2 == 1: save()", ""),
+        ("if number: loader.dataset\n        number += 1", "if epoch == 3: print(len(loader))", ""),
+    ],
+)
+def test_what_may_draw_in_some_epochs_only_is_named(
+    found_in, beginning, tmp_path, often, after, line
+):
+    text = VALIDATE.format(step=STEP, often=often, after=after)
+    found = found_in(written(tmp_path, beginning, text))
+    named = [each.place[1] for each in found.differs if each.what == "order"]
+    lines = (tmp_path / "script.py").read_text().splitlines()
+    assert [lines[each - 1].strip()[: len(line)] for each in named] == ([line] if line else [])
+
+
+def test_order_that_follows_a_generator_of_its_own_is_as_in_the_script(
+    found_in, beginning, tmp_path
+):
+    text = (
+        "own = torch.Generator().manual_seed(1)\n"
+        "loader = DataLoader(data, batch_size=8, shuffle=True, generator=own)\n"
+    )
+    text += VALIDATE.format(step=STEP, often="", after="if epoch % 2: validate(held_out)")
+    assert found_in(written(tmp_path, beginning, text)).differs == []
+
+
+def test_an_evaluation_after_a_single_epoch_is_named(found_in, beginning, tmp_path):
+    text = (
+        "held_out = DataLoader(TensorDataset(*data.tensors), batch_size=8)\n"
+        f"for x, y in loader:\n    {STEP}\nfor x, y in held_out: model(x)"
+    )
+    found = found_in(written(tmp_path, beginning, text))
+    (named,) = [each for each in found.left if each.what == "evaluation"]
+    assert "{data: {factory: script, kwargs: {loader: held_out}}, every: 4}" in named.value
