@@ -14,7 +14,7 @@ import shutil
 import socket
 import sys
 import time
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -82,6 +82,8 @@ def measure(
 ) -> Profile:
     """Find a job's profile for this machine in the cache of its output directory, or measure it.
 
+    What the user's code prints goes to the standard error.
+
     Args:
         path: further file for the profile.
         effort: ``fast``, ``normal`` or ``thorough``; None for a profile of any of them, the most
@@ -98,7 +100,7 @@ def measure(
     try:
         # The user may edit the code meanwhile: all of it is read once.
         sources = active() or Code.of(spec).sources
-        with using(sources), variables_set(spec.environment.variables):
+        with using(sources), variables_set(spec.environment.variables), redirect_stdout(sys.stderr):
             profile = _measure_unless_cached(spec, progress, effort, again=again)
     except Exception as error:
         beside = None if path is None or is_stream(path) else path.with_suffix(".fault.txt")

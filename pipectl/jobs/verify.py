@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import replace
 from math import inf, isfinite
 from pathlib import Path
@@ -109,7 +109,11 @@ def verify(
             "not those of one process",
             hint="verify the model and the job with --set pipeline.schedule=auto",
         )
-    with _temporary_directory() as directory, variables_set(spec.environment.variables):
+    with (
+        _temporary_directory() as directory,
+        variables_set(spec.environment.variables),
+        redirect_stdout(sys.stderr),  # what the user's code prints
+    ):
         chunks = 1 if schedule is None else schedule.stages_per_rank[0]
         spec = load(job, [*overrides, *_changes(spec, steps, directory, chunks), *here])
         profile = None

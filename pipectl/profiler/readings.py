@@ -7,8 +7,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -132,7 +133,8 @@ def find_redrawn(job: CapturedJob, size: int) -> str | None:
     ):
         return None
     with suppress(Exception), torch.random.fork_rng(devices=[]):  # it may be built only once
-        model = build_model(job.spec)
+        with Path(os.devnull).open("w") as silence, redirect_stdout(silence):  # it has printed it
+            model = build_model(job.spec)
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             is_read = full_name(name) in read - graph.written_buffers
             if is_read and not _is_equal(states[full_name(name)], tensor):

@@ -34,6 +34,7 @@ class Profiler:
         self.width = None
 
     def __call__(self, spec, device, progress, *, effort, journal):
+        print("printed by the model")
         self.efforts.append(effort)
         self.width = os.environ.get("WIDTH")
         journal.match("abc")
@@ -75,6 +76,11 @@ def measures(profiler, spec_of):
         return len(profiler.measured) - before
 
     return count
+
+
+def test_what_the_model_prints_is_no_answer_of_the_command(measures, capsys):
+    measures()
+    assert capsys.readouterr() == ("", "printed by the model\n")
 
 
 def test_a_job_of_another_name_takes_a_profile_of_any_effort(measures):

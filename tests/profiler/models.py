@@ -108,6 +108,7 @@ class Drawn(nn.Module):
 
     def __init__(self, seed: int | None = None) -> None:
         super().__init__()
+        print("built")
         self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 3)
         values = np.random.default_rng(seed).standard_normal((3, 6))
         self.register_buffer(

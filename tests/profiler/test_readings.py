@@ -75,9 +75,14 @@ def test_scripts_start_loading_processes_beside_the_measuring_one(tmp_path, monk
 
 
 @pytest.mark.parametrize(("seed", "name"), [(None, "second.weight"), (1, None)])
-def test_initial_values_that_no_seed_gives_are_found(spec_of, seed: int | None, name: str) -> None:
-    spec = spec_of("Drawn", kwargs={"seed": seed})
-    assert find_redrawn(CapturedJob(spec), 4) == name
+def test_initial_values_that_no_seed_gives_are_found(
+    spec_of, capsys, seed: int | None, name: str
+) -> None:
+    """What the model prints when it is built, it has printed before."""
+    job = CapturedJob(spec_of("Drawn", kwargs={"seed": seed}))
+    assert capsys.readouterr().out == "built\n"
+    assert find_redrawn(job, 4) == name
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
