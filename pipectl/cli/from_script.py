@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
@@ -34,12 +35,14 @@ class Taken:
         found: in them.
         compared: its first steps with what was recorded.
         values: for the template of the job file.
+        began: when it was read.
     """
 
     parts: Parts
     found: Findings
     compared: Compared
     values: dict[str, Any]
+    began: float
 
 
 def take_script(file: Path, arguments: Sequence[str], directory: Path) -> Taken:
@@ -57,6 +60,7 @@ def take_script(file: Path, arguments: Sequence[str], directory: Path) -> Taken:
     from pipectl.script.parts import Parts
     from pipectl.script.run import Command
 
+    began = time.time()
     note(f"running {file} up to its first optimizer step")
     here = Path.cwd()
     command = Command(str(file.resolve()), tuple(arguments), str(here))
@@ -78,7 +82,7 @@ def take_script(file: Path, arguments: Sequence[str], directory: Path) -> Taken:
         "guessed": found.guessed,
         "comments": [f"Its {line.what}: {line.value}" for line in optimizer],
     }
-    return Taken(parts, found, compared, values)
+    return Taken(parts, found, compared, values, began)
 
 
 def try_script(taken: Taken, job: Path) -> None:
@@ -90,7 +94,8 @@ def try_script(taken: Taken, job: Path) -> None:
     Raises:
         CaptureError: it cannot.
     """
-    from pipectl.profiler.script_steps import try_capture
+    from pipectl.jobs.profiles import keep_comparison
+    from pipectl.profiler.script_steps import try_capture, uncompared_of
     from pipectl.script.findings import unfollowed
 
     note("capturing the model")
@@ -100,6 +105,7 @@ def try_script(taken: Taken, job: Path) -> None:
             raise refusal
         with _output_of_script():
             try_capture(spec, taken.parts)
+        keep_comparison(spec, uncompared_of(taken.compared), taken.began)
     except CaptureError as error:
         hint = f"{error.hint}\n" if error.hint else ""
         hint += f"{job} is written: edit it, or correct the script and call init with --force"

@@ -14,6 +14,7 @@ import shutil
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, replace
 from functools import cache
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import pipectl
 from pipectl.batch import system_of_this_node
-from pipectl.errors import DataFileError, UsageError
+from pipectl.errors import DataFileError, PipectlError, UsageError
 from pipectl.faults import with_details
 from pipectl.fields import read_fields, write_value
 from pipectl.files import (
@@ -42,7 +43,7 @@ from pipectl.link import RowTimes
 from pipectl.profile import Profile
 from pipectl.profile_parts import MeasuredOn
 from pipectl.runs.code import Code
-from pipectl.spec import profile_key
+from pipectl.spec import profile_key, script_key
 from pipectl.spec.code import active, using
 from pipectl.units import Report
 
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from pipectl.spec import JobSpec
 
 LOADING = "loading torch"
+_UNCOMPARED = "uncompared"
 _EFFORTS = "thorough", "normal", "fast"
 _MAX_CACHED = 32
 _PROCESSORS = Path("/proc/cpuinfo")
@@ -116,10 +118,7 @@ def measure(
 def _measure_unless_cached(
     spec: JobSpec, progress: Report | None, effort: str | None, *, again: bool
 ) -> Profile:
-    directory = Path(spec.output.directory) / ".cache"
-    if is_of_another(directory):  # users may share the directory of the runs
-        directory = directory.with_name(f".cache-{os.geteuid()}")
-    make_directory(directory)
+    directory = _cache_of(spec)
     device, pipeline = this_device(spec), spec.pipeline
     free = [] if pipeline.micro_batches is not None else [pipeline.stages, spec.resources.ranks]
     identity = {
@@ -145,7 +144,10 @@ def _measure_unless_cached(
     started = time.time()
     journal = Journal(path.with_suffix(".journal"), identity)
     try:
-        profile = profile_job(spec, device, progress, effort=Effort(effort), journal=journal)
+        profile = profile_job(
+            spec, device, progress, effort=Effort(effort), journal=journal,
+            uncompared=None if again else _known_comparison(spec),
+        )  # fmt: skip
         profile = _with_rows(profile, spec, progress, effort, directory, again=again)
     except KeyboardInterrupt as stop:
         raise Interrupted(len(journal)) from stop
@@ -162,6 +164,43 @@ def _measure_unless_cached(
     journal.remove()
     _remove_old_files(directory)
     return profile
+
+
+def keep_comparison(spec: JobSpec, uncompared: Sequence[str], began: float) -> None:
+    """Keep what came of comparing the first steps of a job's script, for its profile.
+
+    Args:
+        uncompared: what could not be compared.
+        began: time before the script was read; if it was edited since, nothing is kept.
+    """
+    assert spec.script is not None
+    files = [Path(spec.script.file), *Code.of(spec).sources.contents]
+    with suppress(PipectlError, OSError):  # the profile compares it, then
+        if all(file.stat().st_mtime < began for file in files):
+            write_json(_comparison_file(spec), {_UNCOMPARED: [*uncompared]})
+
+
+def _known_comparison(spec: JobSpec) -> tuple[str, ...] | None:
+    """What was kept of the comparison of a job's script; None if nothing is of use."""
+    if spec.beside_script or spec.script is None:
+        return None
+    with suppress(DataFileError):
+        return tuple(read_json(_comparison_file(spec), hint=MEASURE_AGAIN)[_UNCOMPARED])
+    return None
+
+
+def _comparison_file(spec: JobSpec) -> Path:
+    identity = {"key": script_key(spec), "torch": _version_of_torch()}
+    return _cache_file(_cache_of(spec), "script-", identity)
+
+
+def _cache_of(spec: JobSpec) -> Path:
+    """The directory of a job's cache, which is made."""
+    directory = Path(spec.output.directory) / ".cache"
+    if is_of_another(directory):  # users may share the directory of the runs
+        directory = directory.with_name(f".cache-{os.geteuid()}")
+    make_directory(directory)
+    return directory
 
 
 def _cache_file(directory: Path, prefix: str, identity: dict[str, Any]) -> Path:
@@ -198,17 +237,20 @@ def this_device(spec: JobSpec) -> MeasuredOn:
         from pipectl.profiler.machine import accelerator_name
 
         accelerator = accelerator_name(spec.resources.gpus_per_node)
-    try:
-        torch = version("torch")
-    except PackageNotFoundError:
-        torch = "unknown"
     return MeasuredOn(
         kind=accelerator or "cpu",
         model=accelerator or processor(),
         cores=len(os.sched_getaffinity(0)),
         threads=spec.threads,
-        torch=torch,
+        torch=_version_of_torch(),
     )
+
+
+def _version_of_torch() -> str:
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return "unknown"
 
 
 def processor(described: Path = _PROCESSORS) -> str:

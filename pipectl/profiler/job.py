@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -82,6 +82,7 @@ def profile_job(
     *,
     effort: Effort = Effort.NORMAL,
     journal: Journal | None = None,
+    uncompared: Sequence[str] | None = None,
 ) -> Profile:
     """Capture a job's model and measure every operator on this node.
 
@@ -94,6 +95,7 @@ def profile_job(
         progress: called with (work done, total work, what was just done).
         effort: how long to measure.
         journal: keeps finished measurements, and has those of an interrupted run.
+        uncompared: what could not be compared of the job's script, if that is known already.
 
     Raises:
         CaptureError: the model, its loss or its data cannot be captured.
@@ -106,9 +108,9 @@ def profile_job(
     settle_process(spec.threads)
     set_arithmetic(spec.training)
     sizes = measured_sizes(spec, effort)
-    if spec.script is not None:
+    if spec.script is not None and uncompared is None:
         notify("comparing the first steps of the script")
-    uncompared = compare_script(spec)
+    uncompared = compare_script(spec) if uncompared is None else uncompared
     notify("capturing the model")
     with other_reader(spec) as other, Neighbours(spec, sizes[0]) as neighbours:
         reset_resident_peak()
@@ -208,8 +210,10 @@ class _Profiling:
         self._in_pieces = job.is_deferred
         self._graph = job.training_graph(sizes[0])
         journal.match(self._graph.fingerprint)
-        parts = {_part_of(size): float(size) for size in sizes}
-        more = {} if self._in_pieces else {_KEPT: sizes[0] / 2, _STAGES: 2.0 * sizes[0]}
+        # Graphs are made, and rounds have a least time, however small the micro-batches are.
+        base = float(sizes[0])
+        parts = {_part_of(size): base + size for size in sizes}
+        more = {} if self._in_pieces else {_KEPT: 2.0 * base, _STAGES: 4.0 * base}
         self._work = Work(progress, {**more, **parts})
 
     def profile(self) -> Profile:

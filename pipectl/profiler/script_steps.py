@@ -43,6 +43,11 @@ def compare_script(spec: JobSpec) -> tuple[str, ...]:
     compared = compare_in_process(
         Command.of(spec), own_schedule=own_schedule or not spec.optimizer.is_of_script
     )
+    return uncompared_of(compared)
+
+
+def uncompared_of(compared: Compared) -> tuple[str, ...]:
+    """Return what could not be compared, in words."""
     if not compared.reason:
         return ()
     where = f" ({at(compared.place)})" if compared.place is not None else ""

@@ -5,7 +5,7 @@ YAML text -> Node, with places -> layers merged -> JobSpec -> Problems | profile
                                                    types        schema
 """
 
-from pipectl.spec.keys import evaluation_key, links_key, plan_key, profile_key
+from pipectl.spec.keys import evaluation_key, links_key, plan_key, profile_key, script_key
 from pipectl.spec.load import Origin, Point, SpecFile, dump, load, site_files
 from pipectl.spec.models import JobSpec
 from pipectl.spec.types import SCHEDULE_SUFFIX
@@ -13,5 +13,6 @@ from pipectl.spec.values import override_texts
 
 __all__ = [
     "SCHEDULE_SUFFIX", "JobSpec", "Origin", "Point", "SpecFile", "dump", "evaluation_key",
-    "links_key", "load", "override_texts", "plan_key", "profile_key", "site_files",
+    "links_key", "load", "override_texts", "plan_key", "profile_key", "script_key",
+    "site_files",
 ]  # fmt: skip

@@ -68,6 +68,20 @@ def evaluation_key(spec: JobSpec) -> str | None:
     return _digest([sections, files, modules])
 
 
+def script_key(spec: JobSpec) -> str | None:
+    """Hash of what the first steps of a job's script by itself depend on; None without one."""
+    if spec.script is None:
+        return None
+    named = [each for path, each in spec.factories() if path[0] == "script"]
+    modules = spec.sources(named)
+    contents = {name: _content(path) for name, path in modules.items()}
+    files = [each.file for each in named if each.file is not None]
+    variables = _variables_of(spec, {*files, *modules.values()})
+    seeds = spec.training.seed, hash_seed_of(spec.environment.variables)
+    section = spec.script.model_dump(exclude={"drawn_between_epochs"})
+    return _digest([section, [_content(file) for file in files], contents, variables, seeds])
+
+
 def plan_key(spec: JobSpec) -> str:
     """Hash of what a plan depends on: the profile, the pipeline, the ranks and the cluster."""
     pipeline = spec.pipeline.model_dump()

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from pipectl.cluster import assumed_cluster
 from pipectl.files import user_cache
 from pipectl.jobs import in_job, profiles
 from pipectl.jobs.output import is_fresh
-from pipectl.jobs.profiles import Interrupted, measure
+from pipectl.jobs.profiles import Interrupted, keep_comparison, measure
 from pipectl.jobs.rows import start_row_probe
 from pipectl.link import RowTimes
 from pipectl.plan import Plan
@@ -33,7 +34,8 @@ class Profiler:
         self.profile, self.measured, self.efforts, self.stop_at = profile, [], [], None
         self.width = None
 
-    def __call__(self, spec, device, progress, *, effort, journal):
+    def __call__(self, spec, device, progress, *, effort, journal, uncompared):
+        self.uncompared = uncompared
         print("printed by the model")
         self.efforts.append(effort)
         self.width = os.environ.get("WIDTH")
@@ -76,6 +78,30 @@ def measures(profiler, spec_of):
         return len(profiler.measured) - before
 
     return count
+
+
+def test_a_script_that_was_compared_for_its_job_is_compared_again_only_if_it_has_changed(
+    profiler, measures, spec_of
+):
+    parts = [f"{name}.factory=script" for name in ("model", "loss", "data", "optimizer")]
+    script = ["script.file=./train.py", *parts]
+    Path("train.py").write_text("import layers")
+    job = spec_of(*script)
+    keep_comparison(job, ["random numbers"], time.time() - 60)  # edited meanwhile
+    measures(*script)
+    assert profiler.uncompared is None
+    keep_comparison(job, ["random numbers"], time.time() + 60)
+    for batch, (more, known) in enumerate((
+        ("training.steps=7", ("random numbers",)),
+        ("training.seed=1", None),
+        ("script.arguments=[--lr, 1]", None),
+        ("loss.factory=torch.nn:MSELoss", None),
+    ), 5):  # fmt: skip
+        assert measures(*script, more, f"training.batch_size={batch}") == 6
+        assert profiler.uncompared == known, more
+    Path("layers.py").write_text("width = 3\n")
+    measures(*script)
+    assert profiler.uncompared is None
 
 
 def test_what_the_model_prints_is_no_answer_of_the_command(measures, capsys):
