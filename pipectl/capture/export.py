@@ -33,10 +33,10 @@ from pipectl.capture.leaves import (
     other_items,
     without_keys,
 )
-from pipectl.capture.model_with_loss import ModelWithLoss, own_name
+from pipectl.capture.model_with_loss import ModelWithLoss
 from pipectl.capture.opaque import Opaque
 from pipectl.capture.patches import Recorder, patched_export
-from pipectl.capture.python_state import MANY_STEPS, Entry, watch_changes
+from pipectl.capture.python_state import MANY_STEPS, Entry, carried, watch_changes
 from pipectl.capture.refusals import (
     Refusal,
     RefusedError,
@@ -205,7 +205,8 @@ def _refuse_carried(
         begin = numbers
     if place is not None:
         alone = (name for name, entry in begin.items() if rerun({name: entry})[0] is not None)
-        raise Refusal.CARRIED.error(place, name=own_name(next(alone, next(iter(begin)))))
+        name = next(alone, next(iter(begin)))
+        raise carried(name, begin[name].value, place)
 
 
 def _free(batch: Any, padded: Collection[str], dimensions: Collection[int]) -> Any:

@@ -153,7 +153,7 @@ class States:
         for prefix, owner in module.named_modules(prefix=path):
             for entries in (parameters_of(owner), buffers_of(owner)):
                 for name, tensor in entries.items():
-                    if tensor is None:
+                    if not isinstance(tensor, Tensor):
                         continue
                     index = index_of.setdefault(id(tensor), len(index_of))
                     if index == len(self.names):

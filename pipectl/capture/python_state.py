@@ -53,6 +53,8 @@ MANY_STEPS = 2520
 _ABSENT = object()
 _OF_TORCH = re.compile(r"\._(buffers|parameters|modules|\w*hooks\w*)\b|(^|\.)training$")
 """In the names of attributes that every module of torch has."""
+_OF_STATES = re.compile(r"(^|\.)_(?:buffers|parameters)\['(.+)'\]$")
+"""Ends the name of a parameter or buffer."""
 
 
 class Entry(NamedTuple):
@@ -329,8 +331,30 @@ def is_tensor(value: Any) -> bool:
 
 def _carried(name: str, value: Any) -> Any:
     """Return the value of an entry at the beginning of a step, with stand-ins for tensors."""
-    refuse = partial(Refusal.CARRIED.error, name=name)
-    return stand_in(value, refuse) if tensors_in(value) else value
+    if not tensors_in(value):
+        return value
+    refuse = partial(carried, name, value)
+    # No tensor among the buffers, or it would be one of the states.
+    return _StandIn(refuse) if _OF_STATES.search(name) else stand_in(value, refuse)
+
+
+def carried(name: str, value: Any, place: str | None = None) -> RefusedError:
+    """Return the refusal of what one step keeps for the next.
+
+    Args:
+        name: of its entry.
+        place: the line that uses it, by default the one that is running.
+    """
+    own = own_name(name)
+    error = Refusal.CARRIED.error(place, name=_OF_STATES.sub(r"\1\2", own))
+    if _OF_STATES.search(own):
+        error.hint = (
+            "give it a value in the factory (such as torch.zeros(6)); a second buffer may tell "
+            "whether it was set, to choose with torch.where"
+        )
+    elif isinstance(value, bool):
+        error.hint = "make the flag a buffer with register_buffer(), and choose with torch.where"
+    return error
 
 
 @contextmanager
@@ -348,30 +372,38 @@ def watch_changes(wrapper: nn.Module, begin: Mapping[str, Entry]) -> Iterator[di
         RefusedError: from the export, if the extra state of a module has changed.
     """
     changes, batch = dict[str, Entry](), set[fx.Node]()
+    states = dict[str, list[fx.Node]]()  # which the graph follows
+
+    def start(_: object, given: object) -> None:
+        batch.update(_nodes(given))
+        states.update(_nodes_of_states(wrapper))
+        for name, entry in begin.items():
+            if _OF_STATES.search(name):  # the export would replace it before
+                put(entry, _carried(name, entry.value))
 
     def compare(*_: object) -> None:
         refuse_extra_states(wrapper, extra, tensors=False)
         now = _every_entry(wrapper)
         changed = {n: e for n, e in now.items() if not e.is_as(before.get(n))}
+        # Those that only the export has changed:
+        for name in [n for n, e in changed.items() if states.get(n) == _nodes(e.value)]:
+            del changed[name]
         following = {name for name, entry in changed.items() if follows(name, entry)}
-        changes.update(_changes(before, changed, outer, following))
+        changes.update(_changes(before, changed, outer, following, states))
         for name in before.keys() - now.keys() - outer:
             if before[name].plain is not None:
                 changes[name] = before[name]._replace(value=_ABSENT, content=None)
 
     def follows(name: str, entry: Entry) -> bool:
-        return _follows(entry.value, batch, before[name].value if name in before else None)
+        old = before[name].value if name in before else None
+        return _follows(entry.value, batch.union(states.get(name, ())), old)
 
     with preserve_state(wrapper, ()):
         outer = entries_of(outer_holders(wrapper)).keys()
-        for name, entry in begin.items():
-            _begin_with(entry, None if name in outer else own_name(name))
-        for entry in sorted((e for e in begin.values() if e.value is _ABSENT), key=_place)[::-1]:
-            with suppress(KeyError, IndexError):
-                del entry.holder[entry.key]
+        _begin_with(begin, outer)
         before, extra = _every_entry(wrapper), extra_states(wrapper, tensors=False)
         hooks = [
-            wrapper.register_forward_pre_hook(lambda _, given: batch.update(_nodes(given))),
+            wrapper.register_forward_pre_hook(start),
             wrapper.register_forward_hook(compare),
         ]
         try:
@@ -381,27 +413,35 @@ def watch_changes(wrapper: nn.Module, begin: Mapping[str, Entry]) -> Iterator[di
                 hook.remove()
 
 
+def _nodes_of_states(wrapper: nn.Module) -> dict[str, list[fx.Node]]:
+    """Return the nodes of the parameters and buffers that have values, by the names of entries."""
+    return {
+        name: _nodes(entry.value)
+        for name, entry in entries_of(items_of(wrapper)).items()
+        if isinstance(entry.value, Tensor) and _OF_STATES.search(name)
+    }
+
+
 def _changes(
     before: Mapping[str, Entry],
     changed: Mapping[str, Entry],
     outer: Collection[str],
     following: Collection[str],
+    states: Collection[str],
 ) -> Iterator[tuple[str, Entry]]:
     """Yield what the next step begins with, of what a step has changed.
 
     Args:
         outer: names of the entries outside of the model.
         following: names of those whose tensors follow from the batch or from old values.
+        states: names of the parameters and buffers that had values before the step.
     """
-    # What has assigned tensors: numbers beside them may say of what those are.
-    tensors = {n: e for n, e in changed.items() if isinstance(e.value, Tensor)}
-    caching = {n.rpartition(".")[0] for n in tensors if n not in outer}
-    caching |= {n.partition("._buffers[")[0] for n in changed if "._buffers[" in n}
-    tables = {
-        id(e.holder)
-        for n, e in tensors.items()
-        if n not in following and (n in outer or n.endswith("]"))
+    # Tables: numbers beside them may say of what those are.
+    tensors = {
+        n: e for n, e in changed.items() if isinstance(e.value, Tensor) and n not in following
     }
+    caching = {n.rpartition(".")[0] for n in tensors if n not in outer}
+    tables = {id(e.holder) for n, e in tensors.items() if n in outer or n.endswith("]")}
     for name, entry in changed.items():
         old = before[name].plain if name in before else None
         if entry.plain is not None or (entry.value is None and old is not None):
@@ -412,24 +452,28 @@ def _changes(
             continue
         # An iterator goes on where this step has left it.
         is_next = isinstance(entry.value, Iterator)
-        if is_next or (name in following and "._buffers[" not in name):
+        if is_next or (name in following and name not in states):
             yield name, entry
 
 
-def _begin_with(entry: Entry, name: str | None) -> None:
-    """Let a step begin with the value of an entry.
+def _begin_with(begin: Mapping[str, Entry], outer: Collection[str]) -> None:
+    """Let a step begin with the values of entries, but for parameters and buffers.
 
     Args:
-        name: for messages; None outside of a model.
+        outer: names of the entries outside of the model.
     """
-    value = entry.value
-    if value is _ABSENT:
-        return
-    if isinstance(value, np.ndarray):
-        value = value if entry.content is None else entry.content.copy()
-    else:
-        value = _other(value) if name is None else _carried(name, value)
-    put(entry, value)
+    for name, entry in begin.items():
+        value = entry.value
+        if value is _ABSENT or _OF_STATES.search(name):
+            continue
+        if isinstance(value, np.ndarray):
+            value = value if entry.content is None else entry.content.copy()
+        else:
+            value = _other(value) if name in outer else _carried(name, value)
+        put(entry, value)
+    for entry in sorted((e for e in begin.values() if e.value is _ABSENT), key=_place)[::-1]:
+        with suppress(KeyError, IndexError):
+            del entry.holder[entry.key]
 
 
 def put(entry: Entry, value: Any) -> None:
@@ -532,6 +576,8 @@ def _sources(node: fx.Node) -> list[fx.Node]:
     kind = _kind(node)
     if kind.startswith(("sym_", "new_")) or kind.endswith("_like"):
         return []
+    if kind == "copy_":  # whose first argument is lost
+        return node.all_input_nodes[1:]
     return node.all_input_nodes[:1] if kind in _CONVERSIONS else node.all_input_nodes
 
 
