@@ -33,7 +33,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from pipectl.capture.checks import is_caught, mark_condition, passing_answer
 from pipectl.capture.draws import refused_draws
 from pipectl.capture.factories import is_torch_code
-from pipectl.capture.model_with_loss import ModelWithLoss
+from pipectl.capture.model_with_loss import ModelWithLoss, States
 from pipectl.capture.operators import FunctionCall
 from pipectl.capture.refusals import (
     Refusal,
@@ -91,9 +91,10 @@ def patched_export(
         stack.enter_context(_masks_taken_as_given())
         stack.enter_context(_zeros_in_padding())
         stack.enter_context(recorder.kernels.watched(wrapper))
-        stack.enter_context(_WatchedCalls(recorder.kernels, unrolls=unrolls))
+        registered = stack.enter_context(_parameters_everywhere(wrapper))
+        stack.enter_context(_WatchedCalls(recorder.kernels, registered, unrolls=unrolls))
         stack.enter_context(_marked_regions())
-        stack.enter_context(_recorded_functions(recorder))
+        stack.enter_context(_recorded_functions(recorder, registered))
         stack.enter_context(_recorded_lines())
         stack.enter_context(states_of_lstms())
         yield
@@ -230,6 +231,36 @@ def _filled(padded: Tensor, _module: Any, _args: Any, output: Tensor) -> Tensor:
     return output.masked_fill(padded, 0.0)
 
 
+Registered = Callable[[Any], Any]
+"""Returns the arguments of a call with the registered parameters of a trace among them."""
+
+
+@contextmanager
+def _parameters_everywhere(wrapper: nn.Module) -> Iterator[Registered]:
+    """Let a parameter be the one of the trace wherever the model keeps it, as in a list.
+
+    An export puts its parameters into the modules only, and takes others for constants.
+    """
+    states = States(wrapper)
+    own = states.now()
+    traced: dict[int, Tensor] = {}
+
+    def note(*_: object) -> None:
+        now = states.now()
+        traced.update({id(own[index]): now[index] for index in states.parameters})
+
+    def registered(arguments: Any) -> Any:
+        if not any(id(leaf) in traced for leaf in pytree.tree_leaves(arguments)):
+            return arguments
+        return pytree.tree_map(lambda leaf: traced.get(id(leaf), leaf), arguments)
+
+    hook = wrapper.register_forward_pre_hook(note)
+    try:
+        yield registered
+    finally:
+        hook.remove()
+
+
 class _WatchedCalls(TorchFunctionMode):
     """Leaves asserts out, and refuses calls of functions that no graph can hold.
 
@@ -238,9 +269,9 @@ class _WatchedCalls(TorchFunctionMode):
     checks arguments by asynchronous asserts.
     """
 
-    def __init__(self, kernels: KernelMarks, *, unrolls: bool) -> None:
+    def __init__(self, kernels: KernelMarks, registered: Registered, *, unrolls: bool) -> None:
         super().__init__()
-        self._kernels = kernels
+        self._kernels, self._registered = kernels, registered
         self._data: list[Tensor] = []
         self._repeats: Counter[tuple[CodeType, int, int]] | None = None if unrolls else Counter()
         self._frames: list[FrameType] = []
@@ -248,7 +279,7 @@ class _WatchedCalls(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
+        args, kwargs = self._registered((args, kwargs or {}))
         if torch.compiler.is_dynamo_compiling():  # a branch of torch.cond: it refuses them itself
             return func(*args, **kwargs)
         if func is ASSERT_ASYNC and get_proxy_mode() is not None:
@@ -446,7 +477,7 @@ class Recorder:
 
 
 @contextmanager
-def _recorded_functions(recorder: Recorder) -> Iterator[None]:
+def _recorded_functions(recorder: Recorder, registered: Registered) -> Iterator[None]:
     """Record autograd functions as operators, and refuse gradients inside a forward.
 
     An export drops the backward of an autograd function, and hooks on gradients, silently.
@@ -467,6 +498,7 @@ def _recorded_functions(recorder: Recorder) -> Iterator[None]:
         bound = untouched.__get__(None, function)
         if get_proxy_mode() is None:
             return bound(*args, **kwargs)
+        args, kwargs = registered((args, kwargs))
         call = partial(_call_without_counts, function, partial(bound, *args, **kwargs))
         return recorder.record(FunctionCall(function), args, kwargs, call)
 

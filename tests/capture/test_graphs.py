@@ -501,6 +501,46 @@ def test_buffers_that_later_forwards_read_are_named(make_job, write_modules, nam
     assert all(writer in graph.position for writer in graph.carried.values())
 
 
+ELSEWHERE = {
+    "list": ("[self.linear.weight]", "x = x @ self.kept[0]"),
+    "tuples": ("[*self.named_parameters()]", "x = x * self.kept[0][1].sum()"),
+    "closure": ("lambda x, weight=self.linear.weight: x @ weight", "x = self.kept(x)"),
+    "partial": ("functools.partial(torch.mul, self.linear.bias)", "x = self.kept(x)"),
+    "function": (
+        "{'weight': self.linear.weight}",
+        "x = Product.apply(x, self.kept['weight'])",
+    ),
+    "attribute": (
+        "object.__setattr__(self, 'weight', self.linear.weight)",
+        "x = x @ self.weight.T",
+    ),
+}
+"""What a module keeps, and how it reads a parameter through it."""
+PRODUCT = """
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient @ weight.T, x.T @ gradient
+"""
+
+
+@pytest.mark.parametrize("way", ELSEWHERE)
+def test_a_parameter_is_trained_wherever_a_model_keeps_it(
+    make_job, write_modules, run_whole, way: str
+) -> None:
+    job = make_job(f"{write_modules({'Keeping': ELSEWHERE[way]}, PRODUCT)}:layers")
+    graph = job.training_graph(4)
+    assert all(state.kind == "parameter" for state in graph.states.values())
+    losses = run_whole(job), job.wrapper(*job.loader.example(4))
+    found, expected = (torch.autograd.grad(loss, [*job.wrapper.parameters()]) for loss in losses)
+    assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.parametrize(
     ("model", "random", "shared"),
     [("mlp", [], []), ("Dropping", ["dropout"], []), ("tied", ["dropout"] * 4, ["tokens.weight"])],
