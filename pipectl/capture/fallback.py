@@ -62,7 +62,7 @@ from pipectl.capture.refusals import (
     explain,
     place_of,
 )
-from pipectl.capture.side_effects import Call, SideEffects, refused_changes
+from pipectl.capture.side_effects import Call, SideEffects, WatchedParameters, refused_changes
 from pipectl.capture.tensors import fill_sample, is_deferred, is_same, storage_of, tensors_in
 from pipectl.errors import CaptureError
 from pipectl.faults import is_user_code
@@ -73,6 +73,7 @@ from pipectl.torch_api import (
     detect_fake_mode,
     functions_since,
     pytree,
+    uncompiled,
     untouched_by_modes,
     version_of,
 )
@@ -285,7 +286,9 @@ class KeptModule:
             with self._as_refusal():
                 arguments = Arguments(args, kwargs)
                 inputs = [*states.now(), *arguments.tensors]
-                tensors = [*map(make, inputs[:count]), *map(_sample, inputs[count:])]
+                lent = [_lent(make(tensor)) for tensor in inputs[:count]]
+                tensors = [*lent, *map(_sample, inputs[count:])]
+                watched = WatchedParameters(self.path, effects.parameters, tensors)
                 copies = _copies(tensors[count:])
                 versions = [version_of(tensor) for tensor in tensors]
                 random, noticed = [*map(generator_state, generators)], list[Any]()
@@ -296,7 +299,8 @@ class KeptModule:
 
                 def run(given: Sequence[Tensor]) -> tuple[Any, ...]:
                     args, kwargs = arguments.filled(given)
-                    called = states.call_module(tensors[:count], args, kwargs)
+                    with uncompiled(), watched:
+                        called = states.call_module(tensors[:count], args, kwargs)
                     arguments.check(args, kwargs, given)
                     return called
 
@@ -468,6 +472,15 @@ def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
         return made.requires_grad_(tensor.requires_grad)
 
     return [*map(copy, tensors)]
+
+
+def _lent(tensor: Tensor) -> Tensor:
+    """Return a trained parameter in other memory than the module's; any other tensor as it is."""
+    if type(tensor) is not nn.Parameter or not tensor.requires_grad:
+        return tensor
+    copy = nn.Parameter(tensor.detach().clone())
+    vars(copy).update(vars(tensor))
+    return copy
 
 
 def _sample(tensor: Tensor) -> Tensor:

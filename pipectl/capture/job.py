@@ -58,7 +58,7 @@ from pipectl.capture.regions import accelerator, arithmetic
 from pipectl.capture.single import refuse_other_branch
 from pipectl.capture.tensors import is_deferred
 from pipectl.capture.weights import Weights
-from pipectl.capture.writes import refuse_sparse, refuse_writes
+from pipectl.capture.writes import refuse_aliases, refuse_sparse, refuse_writes
 from pipectl.errors import CaptureError
 from pipectl.faults import fault_of, is_ours
 from pipectl.script import Parts
@@ -539,6 +539,8 @@ class CapturedJob:
                 if refusal is None and not (place_of(cause) and not is_ours(cause)):
                     raise fault_of(cause) from error.__cause__
                 raise (refusal or error) from error.__cause__
+        graphs = [graph, *self._graphs.values()]
+        refuse_aliases(graph, self.states, {n for each in graphs for n in each.written_buffers})
         refuse_writes(graph, training=training)
         if training:
             refuse_sparse(graph)

@@ -148,6 +148,7 @@ class States:
         self._module = module
         self.names: list[str] = []
         self._places: list[list[tuple[dict[str, Any], str]]] = []
+        self._all_names: list[list[str]] = []
         self._are_parameters: list[bool] = []
         index_of: dict[int, int] = {}
         for prefix, owner in module.named_modules(prefix=path):
@@ -159,8 +160,10 @@ class States:
                     if index == len(self.names):
                         self.names.append(own_name(f"{prefix}.{name}"))
                         self._places.append([])
+                        self._all_names.append([])
                         self._are_parameters.append(entries is parameters_of(owner))
                     self._places[index].append((entries, name))
+                    self._all_names[index].append(own_name(f"{prefix}.{name}"))
         self.parameters = [i for i, trained in enumerate(self._are_parameters) if trained]
         self.buffers = [i for i, trained in enumerate(self._are_parameters) if not trained]
         of_norms = {id(buffers_of(m)) for m in module.modules() if type(m) in NORMS}
@@ -195,6 +198,7 @@ class States:
                         self._check_change(index, tensor.dtype, shapes[index], now)
                         if now is not None:
                             assigned[index] = now
+                self._check_tie(index)
             writes = zip(tensors, versions, strict=True)
             self._check_memory(
                 assigned, {i for i, (t, old) in enumerate(writes) if version_of(t) != old}
@@ -266,6 +270,19 @@ class States:
             raise CaptureError(
                 f"model: changes the type of buffer {name!r} from {dtype} to {now.dtype}",
                 hint="give it this type in the factory",
+            )
+
+    def _check_tie(self, index: int) -> None:
+        """Raise if the places of a buffer no longer have one tensor."""
+        first, *others = (entries.get(name) for entries, name in self._places[index])
+        other = next((i for i, each in enumerate(others, 1) if each is not first), None)
+        if other is not None:
+            names = self._all_names[index]
+            raise CaptureError(
+                f"model: {names[0]!r} and {names[other]!r} are one buffer, and its forward assigns "
+                "them different tensors, which parts them",
+                hint="write it in place (buffer.copy_(value)) to keep both the same, or give each "
+                "module a buffer of its own (.clone())",
             )
 
     def _check_memory(self, assigned: Iterable[int], written: Collection[int]) -> None:

@@ -297,8 +297,13 @@ class _WatchedCalls(TorchFunctionMode):
             return _hookless(func(*args))
         if args and _WRITES(name) and any(args[0] is known for known in self._data):
             raise Refusal.DATA_WRITTEN.error()
-        with self._kernels.traced():
-            return func(*args, **kwargs)
+        try:
+            with self._kernels.traced():
+                return func(*args, **kwargs)
+        except AssertionError as error:
+            if not any(map(_is_computed, pytree.tree_leaves((args, kwargs)))):
+                raise
+            raise Refusal.COMPUTED.error() from error
 
     def _count_repeats(self) -> None:
         """Count the calls from the current line of the module that is being called.
@@ -358,6 +363,12 @@ class _HooklessNode:
     @property
     def next_functions(self) -> tuple[tuple[Any, int], ...]:
         return tuple((_hookless(node), place) for node, place in self._node.next_functions)
+
+
+def _is_computed(value: Any) -> bool:
+    """Return whether a value is a tensor that was computed from parameters before the trace."""
+    is_real = isinstance(value, Tensor) and not isinstance(value, FakeTensor)
+    return is_real and value.grad_fn is not None
 
 
 def _hookless(node: Any) -> Any:

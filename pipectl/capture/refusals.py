@@ -210,6 +210,25 @@ class Refusal(Enum):
         _BUFFER,
         Keep.NOTHING,
     )
+    ALIAS = (
+        "model: uses {name!r} by another tensor in its memory{place}, which would keep its first "
+        "values",
+        "read it from its module in the forward, such as self.linear.weight.detach().t() or "
+        "self.mean; to compute with the first values, keep a copy (.clone())",
+        Keep.NOTHING,
+    )
+    COMPUTED = (
+        "model: uses a tensor{place} that was computed from parameters before the forward",
+        "compute it in the forward from the parameters themselves",
+        Keep.NOTHING,
+    )
+    OUTER_PARAMETER = (
+        "model: {module}, which runs as one operator, uses the parameter {name!r}{place} through a "
+        "list, another object or another module: an operator gets its own parameters by their "
+        "names, and its arguments",
+        "read it by its name in the forward (self.linear.weight), or pass it as an argument",
+        Keep.NOTHING,
+    )
     PARAMETER_WRITTEN = (
         "model: writes the parameter {name!r} in its forward{place}, which other uses, replicas "
         "and recomputed forwards of it would not see",
@@ -559,6 +578,15 @@ def refuse_overlaps(states: Mapping[str, Tensor]) -> None:
                     hint=f"{tie}give each memory of its own (.clone())",
                 )
             before.append((array, name))
+
+
+def shares_memory(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have an element in one place."""
+    places = _locate(one), _locate(other)
+    if places[0] is None or places[1] is None or places[0][0] != places[1][0]:
+        return False
+    arrays = places[0][1], places[1][1]
+    return np.may_share_memory(*arrays) and np.shares_memory(*arrays)
 
 
 def _locate(tensor: Tensor) -> tuple[object, np.ndarray[Any, Any]] | None:

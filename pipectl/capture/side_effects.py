@@ -12,7 +12,7 @@ or that finds what others have changed, is made once more without that: its resu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,9 +35,16 @@ from pipectl.capture.python_state import (
 )
 from pipectl.capture.randomness import SHARED_GENERATORS
 from pipectl.capture.refusals import Refusal, RefusedError
-from pipectl.capture.tensors import is_equal, octets_of
+from pipectl.capture.tensors import is_deferred, is_equal, octets_of, storage_of, tensors_in
 from pipectl.objects import CONTAINERS, Holder, restore_of
-from pipectl.torch_api import CALL_OF_A_MODULE, has_gradient_hooks, identity_of, pytree, version_of
+from pipectl.torch_api import (
+    CALL_OF_A_MODULE,
+    TorchDispatchMode,
+    has_gradient_hooks,
+    identity_of,
+    pytree,
+    version_of,
+)
 
 _SKIPPED = {*vars(nn.Module()), "forward", CALL_OF_A_MODULE}
 """Attributes of all modules, and those by which calls of a submodule are watched."""
@@ -86,10 +93,16 @@ class SideEffects:
     Attributes:
         constants: what the calls of a submodule have set in the first forward and leave as it is in
             further ones, by path and name.
+        parameters: names of the trained parameters that have values, by their storages.
     """
 
     def __init__(self, wrapper: nn.Module, named: Collection[str]) -> None:
         self._wrapper, self._named = wrapper, named
+        self.parameters = {
+            storage_of(parameter): own_name(name)
+            for name, parameter in wrapper.named_parameters()
+            if parameter.requires_grad and not is_deferred(parameter)
+        }
         self.constants: dict[str, dict[str, Entry]] = {}
         self._set: dict[str, list[tuple[Entry, Any]]] = {}
         """What submodules have set, with its stand-ins."""
@@ -364,6 +377,31 @@ def refused_changes(path: str, parameters: Mapping[str, Tensor]) -> Iterator[Non
             raise Refusal.GRADIENT_HOOK.error("", subject=subject, why=_EVERY_CALL)
         if now.values != old.values and now.version == old.version:
             raise Refusal.PARAMETER_WRITTEN.error("", name=name)
+
+
+class WatchedParameters(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses operators on trained parameters that a call has not got.
+
+    Args:
+        path: of the submodule that is called.
+        names: of all trained parameters, by their storages.
+        given: what the call has got.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, path: str, names: Mapping[int, str], given: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        got = {storage_of(each) for each in given if each.layout is torch.strided}
+        self._path = path
+        self._names = {storage: name for storage, name in names.items() if storage not in got}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in tensors_in((args, kwargs)):
+            name = self._names.get(storage_of(tensor)) if tensor.layout is torch.strided else None
+            if name is not None:
+                raise Refusal.OUTER_PARAMETER.error(module=own_name(self._path), name=name)
+        return func(*args, **(kwargs or {}))
 
 
 _EVERY_CALL = "once more in every call"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+
+from torch import Tensor, nn
+
 from pipectl.capture.graph import CapturedGraph
 from pipectl.capture.model_with_loss import own_name
 from pipectl.capture.operators import arguments_by_name, with_inner
-from pipectl.capture.refusals import Refusal, place_of_node
+from pipectl.capture.refusals import Refusal, place_of_node, shares_memory
 
 
 def refuse_writes(graph: CapturedGraph, *, training: bool) -> None:
@@ -30,6 +34,33 @@ def refuse_writes(graph: CapturedGraph, *, training: bool) -> None:
         name = repr(value if state is None else own_name(state.name))
         need = place_of_node(saved_at)
         raise Refusal.SAVED_WRITTEN.error(place_of_node(written_at), name=name, need=need)
+
+
+def refuse_aliases(
+    graph: CapturedGraph, states: Mapping[str, Tensor], written: Collection[str]
+) -> None:
+    """Raise if the graph reads a constant in the memory of a state that changes.
+
+    Args:
+        states: parameters and buffers by full name.
+        written: full names of the buffers that forwards write.
+
+    Raises:
+        CaptureError: naming the state, and the line that reads.
+    """
+    constants = {n: s.name for n, s in graph.states.items() if s.kind == "constant"}
+    changing = {
+        name: tensor
+        for name, tensor in states.items()
+        if name in written or (isinstance(tensor, nn.Parameter) and tensor.requires_grad)
+    }
+    for placeholder, constant in constants.items():
+        tensor, users = graph.constants[constant], graph.users.get(placeholder)
+        if users and isinstance(tensor, Tensor):
+            place = place_of_node(graph.operators[graph.position[users[0]]])
+            for name, state in changing.items():
+                if shares_memory(tensor, state):
+                    raise Refusal.ALIAS.error(place, name=own_name(name))
 
 
 def refuse_sparse(graph: CapturedGraph) -> None:

@@ -825,6 +825,38 @@ def test_an_operator_keeps_state_only_if_the_user_has_named_it(
 
 
 @pytest.mark.parametrize(
+    ("first", "code"),
+    [
+        ("[self.weight]", "y = y @ self.own[0]"),
+        ("functools.partial(torch.matmul, other=self.weight)", "y = self.own(y)"),
+        ("self.weight.data", "y = y @ self.own"),
+        ("None", "y = y @ self.others[0].weight"),
+    ],
+)
+def test_an_operator_reads_parameters_by_their_names_alone(
+    make_job, write_modules, place_of, first: str, code: str
+) -> None:
+    """A stage gives it those of its own step, which only its modules hold."""
+    more = BESIDE.format(first=first, code=code, forward="y = self.kept(x)")
+    more += "class Beside(Model):\n    def __init__(self):\n        super().__init__()\n"
+    path = write_modules({}, f"{more}        self.kept.others = [self.also]\n")
+    with pytest.raises(CaptureError, match=r"kept, which .* the parameter '\w+.weight'") as caught:
+        make_job(f"{path}:Beside").training_graph(4)
+    assert place_of(path, code) in caught.value.message
+
+
+def test_a_buffer_of_two_modules_is_assigned_in_both(make_job, write_modules) -> None:
+    code = "x = x + self.mean; self.mean = 0.5 * self.mean + x.detach().mean(0)"
+    more = "def tied():\n    model = nn.Sequential(*layers())\n"
+    more += "    model[2].mean = model[1].mean\n    return model\n"
+    kept = dict.fromkeys(("A", "B"), ("self.register_buffer('mean', torch.ones(6))", code))
+    path = write_modules(kept, more)
+    with pytest.raises(CaptureError, match=r"'1.mean' and '2.mean' are one buffer") as caught:
+        make_job(f"{path}:tied").training_graph(4)
+    assert "buffer.copy_(value)" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
     ("code", "says"),
     [
         ("self.weight.data.mul_(0.9)", "writes the parameter 'kept.weight' in its forward"),
