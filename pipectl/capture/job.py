@@ -32,6 +32,7 @@ from pipectl.capture.groups import assign_groups
 from pipectl.capture.half_weights import half_weights
 from pipectl.capture.leaves import without_objects
 from pipectl.capture.model_with_loss import ModelWithLoss, own_name
+from pipectl.capture.modes import set_mode
 from pipectl.capture.norms import refuse_single_values
 from pipectl.capture.opaque import Opaque
 from pipectl.capture.operators import (
@@ -253,7 +254,7 @@ class CapturedJob:
         inputs, targets = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
         was_training, with_outputs = self.wrapper.training, self.wrapper.with_outputs
         self.wrapper.with_outputs = True
-        self.wrapper.eval()
+        set_mode(self.wrapper, training=False)
         try:
             with (
                 _in_evaluation(),
@@ -270,7 +271,7 @@ class CapturedJob:
                 raise misfit(error, inputs, targets, self.spec) from error
         finally:
             self.wrapper.with_outputs = with_outputs
-            self.wrapper.train(was_training)
+            set_mode(self.wrapper, training=was_training)
         return loss, outputs
 
     def check_counts(self) -> None:
@@ -380,7 +381,7 @@ class CapturedJob:
         Args:
             length: of their sequences; 0 stands for the largest of the training data.
         """
-        self.wrapper.train()
+        set_mode(self.wrapper, training=True)
         return self._run(self.loader.example(samples, length=length))
 
     def _run(self, batch: tuple[Any, Any]) -> CaptureError | None:
@@ -492,7 +493,7 @@ class CapturedJob:
         graph = self._graphs[training, 1, length or loader.lengths[-1]]
         if graph.fixed or self.kept:  # kept submodules run for each size as they are
             return
-        self.wrapper.train(training)
+        set_mode(self.wrapper, training=training)
         try:
             with self.arithmetic(), torch.set_grad_enabled(training):
                 refuse_other_branch(self.wrapper, partial(loader.example, length=length))
@@ -516,7 +517,7 @@ class CapturedJob:
         check_samples(*own, size)
         inputs, targets = without_objects(own)
         self.wrapper.with_outputs = not training and bool(self.metrics())
-        self.wrapper.train(training)
+        set_mode(self.wrapper, training=training)
         padded = self.spec.data.pad
 
         def capture(kept: KeptModules) -> CapturedGraph:

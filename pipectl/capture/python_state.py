@@ -338,6 +338,11 @@ def _carried(name: str, value: Any) -> Any:
     return _StandIn(refuse) if _OF_STATES.search(name) else stand_in(value, refuse)
 
 
+def name_of_state(name: str) -> str:
+    """Return the name of a parameter or buffer for that of its entry; any other name as it is."""
+    return _OF_STATES.sub(r"\1\2", name)
+
+
 def carried(name: str, value: Any, place: str | None = None) -> RefusedError:
     """Return the refusal of what one step keeps for the next.
 
@@ -345,9 +350,8 @@ def carried(name: str, value: Any, place: str | None = None) -> RefusedError:
         name: of its entry.
         place: the line that uses it, by default the one that is running.
     """
-    own = own_name(name)
-    error = Refusal.CARRIED.error(place, name=_OF_STATES.sub(r"\1\2", own))
-    if _OF_STATES.search(own):
+    error = Refusal.CARRIED.error(place, name=own_name(name_of_state(name)))
+    if _OF_STATES.search(name):
         error.hint = (
             "give it a value in the factory (such as torch.zeros(6)); a second buffer may tell "
             "whether it was set, to choose with torch.where"

@@ -199,6 +199,13 @@ class Refusal(Enum):
         "let the dataset or its collate_fn give a tensor in its place, with an entry per sample",
         Keep.NOTHING,
     )
+    MODE = (
+        "model: its train() or eval() changes the tensor {name!r}{place}, but evaluation follows "
+        "the weights of each step",
+        "let eval() leave it (such as merge_weights=False of LoRA layers), and compute it in the "
+        "forward where self.training is False",
+        Keep.NOTHING,
+    )
     EXTRA_STATE = (
         "model: {name} changes its extra state (get_extra_state) in its forward, which no "
         "checkpoint would hold",

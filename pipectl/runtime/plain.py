@@ -31,6 +31,7 @@ from pipectl.capture import CapturedJob
 from pipectl.capture.data import split_batch
 from pipectl.capture.half_weights import half_weights
 from pipectl.capture.model_with_loss import in_model, name_in_loss, own_name
+from pipectl.capture.modes import set_mode
 from pipectl.capture.opaque import write_buffers_once
 from pipectl.capture.python_state import changed_state, state_values
 from pipectl.capture.regions import arithmetic
@@ -76,7 +77,7 @@ def train(
     set_arithmetic(spec.training)
     job = CapturedJob(spec)
     device = choose_device(spec.resources.gpus_per_node, 0).torch_device
-    job.wrapper.to(device).train()
+    set_mode(job.wrapper.to(device), training=True)
     write_buffers_once(job.wrapper)
     parameters = dict(job.wrapper.named_parameters())
     updater = make_updater(job, parameters)
@@ -214,7 +215,7 @@ def _evaluate(job: CapturedJob, micro_batch_size: int, device: torch.device) -> 
     total, weights = 0.0, 0.0
     size, planned = spec.batch_size or micro_batch_size, loader.epoch(0)
     counts = [count for each in planned for count in split_batch(each.size, size)]
-    job.wrapper.eval()
+    set_mode(job.wrapper, training=False)
     for count, batch in zip(counts, loader.micro_batches(planned, size), strict=True):
         inputs, targets = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
         with torch.no_grad(), job.arithmetic(device):
@@ -224,7 +225,7 @@ def _evaluate(job: CapturedJob, micro_batch_size: int, device: torch.device) -> 
             weight = target_weight(weigh, job.spec.loss.weight, batch[1])
         if weight:
             total, weights = total + float(loss) * weight, weights + weight
-    job.wrapper.train()
+    set_mode(job.wrapper, training=True)
     if not weights:
         return math.nan
     return total if job.spec.loss.adds_up else total / weights

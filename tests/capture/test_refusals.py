@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from pipectl.capture.python_state import changed_state, state_values
 from pipectl.capture.randomness import seed_libraries, states_of
 from pipectl.capture.tensors import is_deferred
 from pipectl.errors import CaptureError, FaultError
+from tests.capture.conftest import MODELS
 from tests.corpus.trial import Trial
 
 MODULES = yaml.safe_load(Path(__file__).with_name("modules.yaml").read_text())
@@ -207,6 +209,48 @@ def test_parameters_stay_and_buffers_keep_their_kind(
     with pytest.raises(CaptureError) as caught:
         make_job(f"{path}:layers", opaque=opaque).training_graph(4)
     assert caught.value.message.startswith(f"model: {message}")
+
+
+MODES = """
+class Own(nn.Linear):
+    def __init__(self):
+        super().__init__(6, 3)
+        self.table = None
+        self.register_buffer("held", torch.eye(6))
+    def train(self, mode=True):
+        {train}
+        return super().train(mode)
+    def eval(self):
+        {eval}
+        return super().eval()
+    def forward(self, x):
+        if not self.training and self.table is None:
+            self.table = self.weight.detach().clone()
+        return super().forward(x)
+"""
+
+
+@pytest.mark.parametrize(
+    ("train", "eval_", "name"),
+    [
+        ("self.weight.data.mul_(1 if mode else 2)", "pass", "weight"),
+        ("self.table = None if mode else self.weight.detach() * 2", "pass", "table"),
+        ("pass", "self.held = self.weight.detach().T @ self.weight.detach()", "held"),
+        ("pass", "self.fused, self.bias = self.bias, None", "fused"),
+        ("self.table, self.merged = None, not mode", "float(self.weight.sum())", None),
+    ],
+)
+def test_a_switch_to_evaluation_may_not_change_tensors(
+    make_job, write_modules, train: str, eval_: str, name: str | None
+) -> None:
+    path = write_modules({}, MODES.format(train=train, eval=eval_))
+    job = make_job(f"{path}:Own", evaluation={"data": f"{MODELS}:Vectors"})
+    before = {key: tensor.clone() for key, tensor in job.wrapper.state_dict().items()}
+    with nullcontext() if name is None else pytest.raises(CaptureError, match=f"'{name}'"):
+        job.training_graph(4)
+        job.evaluation_graph(4)
+    after = job.wrapper.state_dict()
+    assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
 
 
 ELSEWHERE = """
