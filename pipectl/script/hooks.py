@@ -529,7 +529,8 @@ class _Batches:
             self._seen.draws_between_batches |= bool(self._given) and self._drawn.have_drawn()
             sampler: Any = self._loading.loader.batch_sampler
             if is_training and isinstance(sampler, Sized):  # as at the end of a whole epoch
-                draw_rest(self._batches, min(len(sampler) + 1, _MOST_BATCHES))
+                with suppress(TypeError, NotImplementedError):  # a stream has no length
+                    draw_rest(self._batches, min(len(sampler) + 1, _MOST_BATCHES))
             raise StopIteration
 
 

@@ -234,6 +234,8 @@ def compare_steps(command: Command, *, own_schedule: bool = False) -> Compared:
     own = replace(taken[0], command=replace(command, drawn_between_epochs=drawn))
     read = read_again(own, steps)
     compared.others, compared.reorders, compared.samples_draw, compared.rest = read
+    if compared.reorders:  # what was counted is of an epoch that was cut short
+        compared.drawn_between_epochs = 0
     compared.shapes = _other_shape([each for step in steps for each in step.recordings])
     compared.draws = steps[0].recordings[0].draws
     if compared.steps >= STEPS:
