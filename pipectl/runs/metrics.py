@@ -325,6 +325,7 @@ class Metrics:
         self._parsed_lines: _Parsed = {}
         self._parsed_curve: _Parsed = {}
         self._merged: list[MetricsLine] | None = None
+        self._spread: list[MetricsLine] | None = None
 
     def lines(self) -> list[MetricsLine]:
         """Read what is new, and return the lines of which :func:`sum_up` makes the figures."""
@@ -340,8 +341,10 @@ class Metrics:
 
     def spread(self) -> list[MetricsLine]:
         """Return what was read for medians of all steps: of many steps, some hundred."""
-        texts = self._curve[:: -(-len(self._curve) // _MAX_SPREAD) or 1]
-        return self._merge(self._parsed_lines, texts)[1]
+        if self._spread is None:
+            texts = self._curve[:: -(-len(self._curve) // _MAX_SPREAD) or 1]
+            _, self._spread = self._merge(self._parsed_lines, texts)
+        return self._spread
 
     def _merge(self, parsed: _Parsed, texts: Iterable[bytes]) -> tuple[_Parsed, list[MetricsLine]]:
         """Parse lines that are not among ``parsed``; returns all that are, and merges attempts."""
@@ -376,7 +379,7 @@ class Metrics:
 
     def _take(self, text: bytes) -> None:
         """Take in text from the begin of a line on; an incomplete last line is kept for later."""
-        self._merged = None
+        self._merged = self._spread = None
         end = text.rfind(b"\n") + 1
         whole, self._rest = text[:end], text[end:][:_MAX_LINE]
         if not whole:
