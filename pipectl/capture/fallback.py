@@ -29,6 +29,7 @@ from pipectl.capture.model_with_loss import (
     in_model,
     own_name,
     register_dataclasses,
+    tie_error,
 )
 from pipectl.capture.opaque import (
     Arguments,
@@ -380,6 +381,8 @@ class KeptModule:
                     raise UnsuitableError("is called more often than when the model runs")
                 arguments = Arguments(args, kwargs)
             written = outline.written.intersection(states.buffers)
+            for index in outline.changed - own - written:
+                raise tie_error(states.names[index], "a buffer of another module")
             changed = sorted(own | written)  # those that the observed calls left alone, too
             tensors = [*states.now(), *arguments.tensors]
 

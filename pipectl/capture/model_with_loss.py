@@ -278,12 +278,7 @@ class States:
         other = next((i for i, each in enumerate(others, 1) if each is not first), None)
         if other is not None:
             names = self._all_names[index]
-            raise CaptureError(
-                f"model: {names[0]!r} and {names[other]!r} are one buffer, and its forward assigns "
-                "them different tensors, which parts them",
-                hint="write it in place (buffer.copy_(value)) to keep both the same, or give each "
-                "module a buffer of its own (.clone())",
-            )
+            raise tie_error(names[0], repr(names[other]))
 
     def _check_memory(self, assigned: Iterable[int], written: Collection[int]) -> None:
         """Raise if the module has left two states in one memory, and a later step writes one.
@@ -311,6 +306,16 @@ class States:
         for index, tensor in tensors.items():
             for entries, name in self._places[index]:
                 entries[name] = tensor
+
+
+def tie_error(name: str, other: str) -> CaptureError:
+    """Return the refusal of a forward that assigns a buffer in one of its places alone."""
+    return CaptureError(
+        f"model: {name!r} and {other} are one buffer, and its forward assigns them different "
+        "tensors, which parts them",
+        hint="write it in place (buffer.copy_(value)) to keep both the same, or give each module a "
+        "buffer of its own (.clone())",
+    )
 
 
 def _is_within(tensor: Tensor, memories: Collection[int]) -> bool:
