@@ -681,6 +681,17 @@ def part_of(spec: pytree.TreeSpec, index: int) -> pytree.TreeSpec:
     return part
 
 
+def read_sample(dataset: Any, index: int) -> Any:
+    """Return a sample, by the method that a ``DataLoader`` calls."""
+    read_all = getattr(dataset, "__getitems__", None)
+    if not read_all:
+        return dataset[index]
+    found = read_all([index])
+    if len(found) != 1:
+        raise ValueError(f"__getitems__ returned {len(found)} samples for one index")
+    return found[0]
+
+
 @contextmanager
 def told_as_process(dataset: Any) -> Iterator[None]:
     """Let ``get_worker_info`` tell of a dataset, with the seed that torch has now.

@@ -7,6 +7,7 @@ import re
 import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -300,6 +301,20 @@ class Regions(nn.Module):
         _, (h, c) = self.lstm(x.unsqueeze(0))
         assert h.shape == c.shape == (2, *x.shape)
         return y.sum() + z.sum() + h.sum() + c.sum()
+
+
+def test_a_sample_is_read_as_by_a_loader() -> None:
+    class Doubled(torch.utils.data.Dataset[int]):
+        def __getitem__(self, index: int) -> int:
+            return index
+
+        def __getitems__(self, indices: list[int]) -> list[int]:
+            return [2 * index for index in indices]
+
+    assert api.read_sample([3, 4], 1) == 4
+    assert api.read_sample(Doubled(), 3) == 6
+    with pytest.raises(ValueError, match="2 samples for one index"):
+        api.read_sample(SimpleNamespace(__getitems__=lambda indices: 2 * indices), 0)
 
 
 def test_branches_under_a_mode_that_sees_operators_leave_later_ones_as_they_are() -> None:

@@ -30,6 +30,7 @@ from pipectl.capture.randomness import seed_of
 from pipectl.errors import CaptureError, WorkerError
 from pipectl.faults import user_line_in
 from pipectl.objects import Kept
+from pipectl.torch_api import read_sample
 
 Sample = tuple[int, int]
 """(epoch, index) of a sample."""
@@ -518,23 +519,12 @@ class _Seeded(Dataset[Any]):
         epoch, index = sample
         self._told(epoch)
         seed_sample(self._seed, epoch, index)
-        value = _read(self._dataset, index)
+        value = read_sample(self._dataset, index)
         return (index, value) if self._numbered else value
 
 
 def _has_items(dataset: Any) -> bool:
     return hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
-
-
-def _read(dataset: Any, index: int) -> Any:
-    """Return a sample, by the method that a ``DataLoader`` calls."""
-    read_all = getattr(dataset, "__getitems__", None)
-    if not read_all:
-        return dataset[index]
-    found = read_all([index])
-    if len(found) != 1:
-        raise ValueError(f"__getitems__ returned {len(found)} samples for one index")
-    return found[0]
 
 
 class _SeededStream(IterableDataset[Any]):

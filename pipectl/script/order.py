@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from pipectl.errors import CaptureError
 from pipectl.objects import Kept
 from pipectl.script.program import Path, name_of, reach
-from pipectl.torch_api import told_as_process
+from pipectl.torch_api import read_sample, told_as_process
 from pipectl.units import plural
 
 _KEPT_EPOCHS = 16
@@ -409,7 +409,7 @@ class Samples(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         dataset = self._in_process()
         with directory(self.collate_fn.directory):
-            return dataset[index]
+            return read_sample(dataset, index)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, from 0, where the script tells its dataset so."""
