@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
 from math import inf
@@ -276,8 +277,11 @@ class SlurmScheduler(CommandLineScheduler):
         """See :meth:`Scheduler.requeue_pause_s`."""
         clusters = self.clusters_of(request)
         where, variables = ([], {}) if _are_several(clusters) else self._on(clusters)
-        done = self._run("scontrol", *where, "show", "config", variables=variables)
-        return parse_requeue_pause("" if done.returncode else done.stdout)
+        config = ""
+        with suppress(SchedulerError):  # no scontrol, or no answer
+            done = self._run("scontrol", *where, "show", "config", variables=variables)
+            config = "" if done.returncode else done.stdout
+        return parse_requeue_pause(config)
 
     def _ask_bookings(self, clusters: str) -> Bookings | None:
         """Return who has the nodes of a cluster; None if that cannot be told."""
