@@ -78,7 +78,7 @@ def test_the_page_has_every_call_with_its_arguments():
     of_jobs = {("job", name) for name in MEMBERS["Job"].split()}
     of_runs = {("run", name) for name in MEMBERS["Run"].split()}
     plain = {("job", "name"), ("job", "scheduler"), ("job", "to_yaml"), ("run", "name"),
-             ("run", "path"), ("run", "warnings")}  # fmt: skip
+             ("run", "path")}  # fmt: skip
     assert named == (of_jobs | of_runs | {("pipectl", n) for n in ("Job", "Run", "runs")}) - plain
 
 
