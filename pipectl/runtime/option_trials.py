@@ -201,7 +201,7 @@ def _course(
 
 def _element(like: Tensor, value: float, device: torch.device) -> Tensor:
     """The memory of a parameter whose elements are all the same."""
-    return torch.full((1,), value, dtype=like.dtype, device=device)
+    return torch.full((), value, dtype=like.dtype, device=device)
 
 
 def _change_model(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> list[Tensor]:
@@ -225,7 +225,7 @@ def _write(elements: Sequence[Tensor]) -> None:
 def _options_of(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> _Options:
     names = {id(parameter): name for name, parameter in parameters.items()}
     groups = [
-        {key: _text(value) for key, value in group.items() if key != "params"}
+        {key: _text(value) for key, value in group.items() if _is_option(optimizer, key, value)}
         for group in optimizer.param_groups
     ]
     members = {
@@ -235,6 +235,11 @@ def _options_of(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> _Opti
         if id(each) in names
     }
     return _Options(groups, members)
+
+
+def _is_option(optimizer: Any, key: str, value: Any) -> bool:
+    """Whether an entry of a group is neither its parameters nor a name for logs."""
+    return key != "params" and (key in optimizer.defaults or not isinstance(value, str))
 
 
 def _text(option: Any) -> str:

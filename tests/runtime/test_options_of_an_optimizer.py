@@ -33,10 +33,19 @@ Maker = Callable[..., CapturedJob]
 MODELS: list[nn.Module] = []
 
 
+class Scaled(nn.Module):
+    """With a parameter of no dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.scale).unflatten(1, (3, 4))
+
+
 def build() -> nn.Module:
-    MODELS[:] = [
-        nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 12), nn.Unflatten(1, (3, 4)))
-    ]
+    MODELS[:] = [nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 12), Scaled())]
     return MODELS[0]
 
 
@@ -59,6 +68,8 @@ def divided(parameters: Any, by: str, ways: dict[str, Any] | None = None) -> Any
     elif by == "random":
         rate = random.random()
     kind = getattr(torch.optim, (ways or {}).pop("name", "SGD"))
+    if by == "labels":
+        return kind([{"params": [p], "label": f"p{i}"} for i, p in enumerate(one)], lr=rate)
     groups = [{"params": one, "lr": rate}, {"params": two, "lr": 0.2}]
     return kind(groups, lr=rate, **(ways or {}))
 
@@ -149,7 +160,8 @@ def test_options_by_position_or_number_are_refused(job: Maker, by: str) -> None:
 @pytest.mark.parametrize("schedule", [None, "step", "seed"])
 def test_options_by_each_parameter_and_rates_by_steps_are_not(job: Maker, schedule: Any) -> None:
     for name in ("SGD", "AdamW", "Adagrad", "Adafactor"):
-        made = job({"by": "kind", "ways": {"name": name}}, schedule)
+        by = "labels" if name == "AdamW" and schedule is None else "kind"
+        made = job({"by": by, "ways": {"name": name}}, schedule)
         before = {name: (each.data_ptr(), each.clone()) for name, each in made.states.items()}
         refuse_unsteady_options(made, CPU)
         refuse_coupled_updates(made, CPU)
