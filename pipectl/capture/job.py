@@ -253,8 +253,8 @@ class CapturedJob:
         """
         inputs, targets = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
         was_training, with_outputs = self.wrapper.training, self.wrapper.with_outputs
-        self.wrapper.with_outputs = True
         set_mode(self.wrapper, training=False)
+        self.wrapper.with_outputs = True
         try:
             with (
                 _in_evaluation(),

@@ -287,9 +287,10 @@ class States:
             assigned: indices of the buffers that it has assigned.
             written: indices of the states that it has written in place.
         """
-        now = self.now()
-        for index in assigned:
-            for other, tensor in enumerate(now):
+        found = {i: entries.get(name) for i, ((entries, name), *_) in enumerate(self._places)}
+        now = {i: tensor for i, tensor in found.items() if isinstance(tensor, Tensor)}
+        for index in (i for i in assigned if i in now):
+            for other, tensor in now.items():
                 if other == index or not _is_within(tensor, {storage_of(now[index])}):
                     continue
                 is_trained = self._are_parameters[other] and tensor.requires_grad

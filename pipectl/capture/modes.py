@@ -40,7 +40,7 @@ def set_mode(wrapper: nn.Module, *, training: bool) -> None:
         with watch:
             wrapper.training = training
             for module in wrapper.children():
-                module.train() if training else module.eval()
+                module.train(True) if training else module.eval()
     except _WrittenError as error:
         for restore in restores:
             restore()

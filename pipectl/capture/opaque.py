@@ -430,9 +430,7 @@ class Opaque:
             for index in self._inputs:
                 if not values[index].requires_grad:  # the module may ask for its gradient
                     values[index] = values[index].detach()
-        for module, training in self.modes:
-            if module.training is not training:
-                module.training = training
+        self._switch()
         result, buffers = self._call(values, differentiable=anchor is not None)
         results = self._checked(result, samples, tensors_in([values, buffers]))
         if anchor is not None:
@@ -440,6 +438,14 @@ class Opaque:
             for index, tensor in zip(self._unshared, left, strict=True):
                 results[index] = tensor
         return one_or_tuple([*results, *(buffers[index] for index in self._changed)])
+
+    def _switch(self) -> None:
+        """Put the modules into the modes that they had at the capture."""
+        for module, training in self.modes:
+            if module.training is not training:
+                if module is self._module:  # whose own train() or eval() may set more
+                    module.train(True) if training else module.eval()
+                module.training = training
 
     def _call(
         self, values: Sequence[Any], *, differentiable: bool

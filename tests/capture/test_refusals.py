@@ -253,6 +253,34 @@ def test_a_switch_to_evaluation_may_not_change_tensors(
     assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
 
 
+SWITCHED = """
+class Switched(nn.Linear):
+    def __init__(self):
+        super().__init__(6, 3)
+        self.scale = 1.0
+    def train(self, mode=True):
+        self.scale = 1.0 if mode else 3.0
+        return super().train(mode)
+    def forward(self, x):
+        return super().forward(x) * self.scale
+"""
+
+
+def test_an_operator_is_switched_to_training_by_its_own_function(make_job, write_modules) -> None:
+    path = write_modules(
+        {},
+        SWITCHED + "class Net(nn.Sequential):\n    def __init__(self):\n"
+        "        super().__init__(Switched())\n",
+    )
+    job = make_job(f"{path}:Net", opaque=["0"], evaluation={"data": f"{MODELS}:Vectors"})
+    x, states = torch.rand(4, 6), [*job.wrapper.model.parameters()]
+    graphs = job.training_graph(4), job.evaluation_graph(4)
+    plain = torch.nn.functional.linear(x, *states)
+    for scale, graph in zip((1.0, 3.0, 1.0), (*graphs, graphs[0]), strict=True):
+        with torch.set_grad_enabled(graph is graphs[0]):
+            assert torch.equal(opaque_of(graph)(4, *states, x), plain * scale)
+
+
 ELSEWHERE = """
 import numpy as np
 GENERATOR = np.random.default_rng(0)
