@@ -684,12 +684,10 @@ def part_of(spec: pytree.TreeSpec, index: int) -> pytree.TreeSpec:
 def read_sample(dataset: Any, index: int) -> Any:
     """Return a sample, by the method that a ``DataLoader`` calls."""
     read_all = getattr(dataset, "__getitems__", None)
-    if not read_all:
-        return dataset[index]
-    found = read_all([index])
-    if len(found) != 1:
-        raise ValueError(f"__getitems__ returned {len(found)} samples for one index")
-    return found[0]
+    found = read_all([index]) if read_all else None
+    if isinstance(found, list | tuple) and len(found) == 1:
+        return found[0]
+    return dataset[index]  # else they are columns, perhaps
 
 
 @contextmanager

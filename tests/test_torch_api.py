@@ -7,7 +7,6 @@ import re
 import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -313,8 +312,17 @@ def test_a_sample_is_read_as_by_a_loader() -> None:
 
     assert api.read_sample([3, 4], 1) == 4
     assert api.read_sample(Doubled(), 3) == 6
-    with pytest.raises(ValueError, match="2 samples for one index"):
-        api.read_sample(SimpleNamespace(__getitems__=lambda indices: 2 * indices), 0)
+
+
+class Columns(dict[int, int]):
+    """Has samples one by one, and columns of several."""
+
+    def __getitems__(self, indices: list[int]) -> dict[str, list[int]]:
+        return {"x": [self[index] for index in indices]}
+
+
+def test_a_sample_is_no_column() -> None:
+    assert api.read_sample(Columns({3: 5}), 3) == 5
 
 
 def test_branches_under_a_mode_that_sees_operators_leave_later_ones_as_they_are() -> None:

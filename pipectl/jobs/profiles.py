@@ -184,7 +184,7 @@ def _known_comparison(spec: JobSpec) -> tuple[str, ...] | None:
     """What was kept of the comparison of a job's script; None if nothing is of use."""
     if spec.beside_script or spec.script is None:
         return None
-    with suppress(DataFileError):
+    with suppress(DataFileError, KeyError, TypeError):
         return tuple(read_json(_comparison_file(spec), hint=MEASURE_AGAIN)[_UNCOMPARED])
     return None
 

@@ -183,6 +183,7 @@ class Seen:
         patience_until: time of the monotonic clock until which a script may run on after that.
         epochs: samplers and datasets that the script has told the number of its first epoch, and
             the number.
+        is_telling: whether one is being told; what it tells others follows from that.
         draws_between_batches: whether an iteration that was cut short drew random numbers after its
             first batch, as it does by dropout.
         cycled: loaders, by their ids, that ``itertools.cycle`` reads once and then repeats.
@@ -216,6 +217,7 @@ class Seen:
     evaluated: dict[int, Loading] = field(default_factory=dict)
     patience_until: float = math.inf
     epochs: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    is_telling: bool = False
     draws_between_batches: bool = False
     cycled: dict[int, Any] = field(default_factory=dict)
     followed_values: list[tuple[float, Place]] = field(default_factory=list)
@@ -435,10 +437,16 @@ def _loading(seen: Seen, original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _telling(seen: Seen, original: Callable[..., Any]) -> Callable[..., Any]:
-    def set_epoch(owner: Any, epoch: int) -> Any:
-        if seen.optimizer is None:  # later ones are of other epochs, or of pipectl
+    def set_epoch(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        outer, epoch = seen.is_telling, next(iter((*args, *kwargs.values())), None)
+        # Later ones are of other epochs, or of pipectl; those within another one follow from it.
+        if seen.optimizer is None and not outer and isinstance(epoch, int):
             seen.epochs[id(owner)] = owner, epoch
-        return original(owner, epoch)
+        seen.is_telling = True
+        try:
+            return original(owner, *args, **kwargs)
+        finally:
+            seen.is_telling = outer
 
     vars(set_epoch)["notes"] = True
     return set_epoch

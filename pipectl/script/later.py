@@ -223,8 +223,9 @@ def compare_steps(command: Command, *, own_schedule: bool = False) -> Compared:
     _refuse_written(seen, model)
     _compare(seen, steps, compared)
     _refuse_kept_gradients(seen, steps, model)
-    loadings = (seen.loading_of(each) for step in steps for each in step.recordings)
-    data[0].refuse_other(taken[0], list(filter(None, loadings)))
+    found = (seen.loading_of(each) for step in steps for each in step.recordings)
+    loadings = {id(each): each for each in found if each is not None}  # of many batches each
+    data[0].refuse_other(taken[0], [*loadings.values()])
     _refuse_other_clips(seen, steps)
     _refuse_changed_options(command, seen, steps, rates)
     compared.epochs = steps[-1].epoch

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.optimizer import Optimizer
@@ -21,6 +22,7 @@ from pipectl.faults import is_user_code
 from pipectl.script.hooks import Seen
 from pipectl.script.loops import Loop, part_around, tree_of
 from pipectl.script.values import value_of
+from pipectl.torch_api import pytree
 
 
 def cut_down(
@@ -35,7 +37,10 @@ def cut_down(
         sizes: of the latter, if these have others for a while.
     """
     groups = [
-        {**group, "params": [tensors[id(p)] for p in group["params"] if id(p) in tensors]}
+        {
+            **pytree.tree_map_only(Tensor, torch.clone, {**group, "params": ()}),  # such as lr
+            "params": [tensors[id(p)] for p in group["params"] if id(p) in tensors],
+        }
         for group in optimizer.param_groups
     ]
     every: Mapping[Any, Any] = optimizer.state

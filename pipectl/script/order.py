@@ -474,7 +474,7 @@ class HeldOut(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         dataset = self._in_process()
         with directory(self.collate_fn.directory):
-            return dataset[self._indices[index]]
+            return read_sample(dataset, self._indices[index])
 
 
 def held_out_samples(loader: DataLoader[Any], collate: Collate) -> HeldOut:

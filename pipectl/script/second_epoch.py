@@ -19,6 +19,7 @@ from pipectl.script.parts import Parts
 from pipectl.script.program import leaves_of
 from pipectl.script.recorder import at
 from pipectl.script.rounds import batches_of
+from pipectl.torch_api import read_sample
 
 _FEW = 4
 """Samples that are read again."""
@@ -114,7 +115,7 @@ def _read(parts: Parts, data: Any, numbers: Sequence[int]) -> Any:
     with suppress(Exception), _alike():  # of the script's code
         for each, first in parts.told_epochs:
             each.set_epoch(first)
-        return own.collate_fn([data[i] for i in few])
+        return own.collate_fn([read_sample(data, i) for i in few])
     return None
 
 
