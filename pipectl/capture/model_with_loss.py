@@ -290,8 +290,9 @@ class States:
         found = {i: entries.get(name) for i, ((entries, name), *_) in enumerate(self._places)}
         now = {i: tensor for i, tensor in found.items() if isinstance(tensor, Tensor)}
         for index in (i for i in assigned if i in now):
+            memory = {storage_of(now[index])}
             for other, tensor in now.items():
-                if other == index or not _is_within(tensor, {storage_of(now[index])}):
+                if other == index or not _is_within(tensor, memory):
                     continue
                 is_trained = self._are_parameters[other] and tensor.requires_grad
                 if is_trained or not {index, other}.isdisjoint(written):

@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from pipectl.capture.model_with_loss import own_name
+from pipectl.capture.operators import written_tensors
 from pipectl.capture.python_state import entries_of, items_of, name_of_state, plain_tensors
 from pipectl.capture.refusals import Refusal, place_of
 from pipectl.capture.tensors import storage_of, tensors_in
 from pipectl.objects import CONTAINERS, restore_of
-from pipectl.torch_api import TorchDispatchMode, schema_of
+from pipectl.torch_api import TorchDispatchMode
 
 
 def set_mode(wrapper: nn.Module, *, training: bool) -> None:
@@ -65,11 +66,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for place, argument in enumerate(schema_of(func).arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            given = args[place] if place < len(args) else kwargs.get(argument.name)
-            for tensor in tensors_in(given):
-                if tensor.layout is torch.strided and storage_of(tensor) in self._names:
-                    raise _WrittenError(self._names[storage_of(tensor)])
+        for tensor in written_tensors(func, args, kwargs):
+            if tensor.layout is torch.strided and storage_of(tensor) in self._names:
+                raise _WrittenError(self._names[storage_of(tensor)])
         return func(*args, **kwargs)

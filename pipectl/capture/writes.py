@@ -57,9 +57,9 @@ def refuse_aliases(
     for placeholder, constant in constants.items():
         tensor, users = graph.constants[constant], graph.users.get(placeholder)
         if users and isinstance(tensor, Tensor):
-            place = place_of_node(graph.operators[graph.position[users[0]]])
             for name, state in changing.items():
                 if shares_memory(tensor, state):
+                    place = place_of_node(graph.operators[graph.position[users[0]]])
                     raise Refusal.ALIAS.error(place, name=own_name(name))
 
 
