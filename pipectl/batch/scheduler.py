@@ -297,9 +297,24 @@ class Scheduler(ABC):
         """
         return None
 
-    def requeue_pause_s(self, request: JobRequest) -> float:  # noqa: ARG002
-        """Return for how long the system holds a job back that it has requeued."""
-        return 0.0
+    def forecast_again(
+        self,
+        request: JobRequest,  # noqa: ARG002
+        queue: Queue,  # noqa: ARG002
+        now: float,
+        start: float,
+        ended: float,
+    ) -> float:
+        """Return when a job would start again that is put back into the queue.
+
+        Here, it waits as long as for its first start.
+
+        Args:
+            queue, now: as for :meth:`forecast`.
+            start: its answer.
+            ended: when the job ends the start before, in seconds since the epoch.
+        """
+        return ended + start - now
 
 
 class CommandLineScheduler(Scheduler):

@@ -33,7 +33,7 @@ from pipectl.batch.scheduler import (
     number_of,
 )
 from pipectl.batch.script import render_script
-from pipectl.batch.slurm_bookings import Bookings
+from pipectl.batch.slurm_bookings import Bookings, Expected
 from pipectl.batch.slurm_output import (
     BOOKINGS_FORMAT,
     NODES_FORMAT,
@@ -100,6 +100,8 @@ class SlurmScheduler(CommandLineScheduler):
     unsent_message = "configuration source"
     _bookings: Mapping[str, Bookings | None] = MappingProxyType({})
     """By cluster, once they are asked for."""
+    _pauses_s: Mapping[str, float] = MappingProxyType({})
+    """For how long requeued jobs are held back, likewise."""
 
     def ping(self) -> None:
         self._ask("squeue", *_SQUEUE, "--me", variables=_TIMES)
@@ -257,25 +259,47 @@ class SlurmScheduler(CommandLineScheduler):
         later start counts where they do not say all.
         """
         start = parse_start(self._test(self.render(request), _TIMES) or "")
-        clusters = self.clusters_of(request)
-        if start is None or _are_several(clusters):
-            return start
-        if clusters not in self._bookings:
-            self._bookings = {**self._bookings, clusters: self._ask_bookings(clusters)}
-        bookings, walltime_s = self._bookings[clusters], self.walltime_of(request)
-        if bookings is None:
-            return start
-        demand = _demand(request, walltime_s or queue.walltime_s)
-        is_whole = request.slurm.options.get("exclusive") is True
-        expected = bookings.expect(queue.name, demand, now, is_whole=is_whole)
+        if start is None:
+            return None
+        expected = self._expect(request, queue, now)
         if expected is None:
             return start
-        is_sure = walltime_s is not None and expected.is_sure and _is_simple(request)
+        is_sure = expected.is_sure and self.walltime_of(request) is not None and _is_simple(request)
         return expected.start if is_sure else max(start, expected.start)
 
-    def requeue_pause_s(self, request: JobRequest) -> float:
-        """See :meth:`Scheduler.requeue_pause_s`."""
+    def forecast_again(
+        self, request: JobRequest, queue: Queue, now: float, start: float, ended: float
+    ) -> float:
+        """See :meth:`Scheduler.forecast_again`.
+
+        Slurm holds a job back for a while that it has requeued. Where jobs that wait have an
+        expected start, it comes after those.
+        """
         clusters = self.clusters_of(request)
+        if clusters not in self._pauses_s:
+            self._pauses_s = {**self._pauses_s, clusters: self._ask_requeue_pause(clusters)}
+        earliest = ended + self._pauses_s[clusters]
+        expected = self._expect(request, queue, now, earliest)
+        return max(earliest, ended + start - now) if expected is None else expected.start
+
+    def _expect(
+        self, request: JobRequest, queue: Queue, now: float, earliest: float = 0.0
+    ) -> Expected | None:
+        """Return when a job would start by the nodes of those that have an expected start."""
+        clusters = self.clusters_of(request)
+        if _are_several(clusters):
+            return None
+        if clusters not in self._bookings:
+            self._bookings = {**self._bookings, clusters: self._ask_bookings(clusters)}
+        bookings = self._bookings[clusters]
+        if bookings is None:
+            return None
+        demand = _demand(request, self.walltime_of(request) or queue.walltime_s)
+        is_whole = request.slurm.options.get("exclusive") is True
+        return bookings.expect(queue.name, demand, now, earliest, is_whole=is_whole)
+
+    def _ask_requeue_pause(self, clusters: str) -> float:
+        """Return for how long Slurm holds requeued jobs back."""
         where, variables = ([], {}) if _are_several(clusters) else self._on(clusters)
         config = ""
         with suppress(SchedulerError):  # no scontrol, or no answer

@@ -103,7 +103,13 @@ class Bookings:
         return max((self.tiers.get(name, inf) for name in partitions), default=inf)
 
     def expect(
-        self, partition: str, demand: Demand, now: float, *, is_whole: bool = False
+        self,
+        partition: str,
+        demand: Demand,
+        now: float,
+        earliest: float = 0.0,
+        *,
+        is_whole: bool = False,
     ) -> Expected | None:
         """Return when a new job would start after all that wait; None if the bookings do not tell.
 
@@ -112,7 +118,7 @@ class Bookings:
 
         Args:
             demand: without a walltime, the job is endless.
-            now: seconds since the epoch.
+            now, earliest: seconds since the epoch; the job starts at the earliest at both.
             is_whole: whether the job asks for whole nodes.
         """
         tier, is_whole = self._tier(partition), is_whole or partition in self.whole
@@ -130,7 +136,7 @@ class Bookings:
             for name in fitting
             for times in _free_times(self.nodes[name].cores, jobs[name], demand, is_whole, now)
         )
-        start = _first_common(times, demand.nodes, walltime_s)
+        start = _first_common(times, demand.nodes, walltime_s, earliest)
         if start is None:
             return None
         are_whole = is_whole or all(job.cores is None for job in taken)
@@ -189,16 +195,17 @@ def _free_times(
 
 
 def _first_common(
-    times: Iterable[tuple[float, float]], nodes: int, walltime_s: float
+    times: Iterable[tuple[float, float]], nodes: int, walltime_s: float, earliest: float
 ) -> float | None:
-    """Return when first so many nodes are free for so long; None if they never are.
+    """Return when first so many nodes are free for so long from then on; None if they never are.
 
     Args:
         times: starts and ends of the times in which a node is free, of all nodes.
     """
     changes = []
-    for start, end in times:
-        if end - start >= walltime_s:
+    for since, end in times:
+        start = max(since, earliest)
+        if start < end and end - start >= walltime_s:
             changes.append((start, -1))  # at one time, those that become free come first
             changes += [(end - walltime_s, 1)] if end < inf else []
     free = 0

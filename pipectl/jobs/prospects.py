@@ -56,7 +56,8 @@ class Prospect:
         limit_s: the longest walltime that the partition or queue allows; None if there is no limit.
         starts_at: expected start; None if it is not known.
         run_s: time of all starts together, without the waits between them.
-        requeues: how often a walltime ends before the training does.
+        start_run_s: of that, time of a start whose walltime ends before the training does.
+        requeues: how often one does.
         done_at: expected end; None if it is not known.
         enough_s: walltime with which no requeue is needed.
         allowed_requeues: ``checkpoint.max_requeues``.
@@ -74,6 +75,7 @@ class Prospect:
     walltime_s: int | None = None
     limit_s: int | None = None
     starts_at: float | None = None
+    start_run_s: float = 0.0
     requeues: int = 0
     done_at: float | None = None
     enough_s: float = 0.0
@@ -397,11 +399,15 @@ class _Questions:
         if starts_at is None:
             return replace(row, reason=f"{self._system.title} does not say when it would start")
         starts_at = max(starts_at, self._now)
-        waits_s = starts_at - self._now
-        if row.requeues:
-            pause_s = self._system.requeue_pause_s(request)
-            waits_s += row.requeues * max(waits_s, pause_s)
-        return replace(row, starts_at=starts_at, done_at=self._now + waits_s + row.run_s)
+        begins, left_s, waited_s = starts_at, row.run_s, 0.0
+        for requeue in range(row.requeues):
+            ended, left_s = begins + row.start_run_s, left_s - row.start_run_s
+            if requeue < MAX_QUESTIONS:  # those after it wait as long as that one
+                begins = self._system.forecast_again(request, queue, self._now, starts_at, ended)
+                waited_s = begins - ended
+            else:
+                begins = ended + waited_s
+        return replace(row, starts_at=starts_at, done_at=begins + left_s)
 
 
 def _row(
@@ -421,9 +427,10 @@ def _row(
     each_s = step_s + pauses.step_s
     train_s = steps * each_s + pauses.end_s
     usable_s = inf if walltime_s is None else walltime_s - lead_time_s - pauses.start_s
-    fault, starts = "", 1
+    fault, starts, start_run_s = "", 1, 0.0
     if train_s > usable_s:
         steps_per_start = int(usable_s / each_s)
+        start_run_s = pauses.start_s + steps_per_start * each_s
         if steps_per_start < 1:
             fault = f"no step ends in its walltime, {format_clock(walltime_s or 0)}"
         starts = ceil(steps / max(1, steps_per_start))
@@ -432,6 +439,7 @@ def _row(
         step_s,
         run_s=train_s + starts * pauses.start_s,
         walltime_s=walltime_s,
+        start_run_s=start_run_s,
         requeues=starts - 1,
         enough_s=train_s + pauses.start_s + lead_time_s,
         allowed_requeues=spec.checkpoint.max_requeues,

@@ -79,7 +79,7 @@ class Scene:
             changes = {"walltime": 600, **yaml.safe_load(f"{{{text}}}")}
             warning = self.scheduler.check(self.make_request(**changes))
             return warning.splitlines() or ["fits"]
-        if what in {"forecast", "pause"}:
+        if what in {"forecast", "again"}:
             return [self.expected(what, text)]
         if what == "who":
             queues = self.scheduler.queues_for(self.make_request(**yaml.safe_load(f"{{{text}}}")))
@@ -98,10 +98,13 @@ class Scene:
         name, _, changes = text.partition(": ")
         name, _, is_local = name.partition(" ")
         request = self.make_request(**yaml.safe_load(f"{{{changes}}}"))
-        if what == "pause":
-            return self.scheduler.requeue_pause_s(request)
-        queue = next(each for each in self.scheduler.queues() if each.name == name)
-        start = self.scheduler.forecast(request, queue, 1795228000.0)
+        queue, now = (
+            next(each for each in self.scheduler.queues() if each.name == name),
+            1795228000.0,
+        )
+        if what == "again":
+            return self.scheduler.forecast_again(request, queue, now, now + 10, now + 100) - now
+        start = self.scheduler.forecast(request, queue, now)
         return datetime.fromtimestamp(start or 0.0) if is_local else start
 
     def ask(self, question):

@@ -28,10 +28,10 @@ def asked(*jobs, nodes=NODES, reservations="No reservations in the system", conf
     lines = "".join(f"{job}\n" for job in jobs)
     bookings = parse_bookings(lines, nodes, reservations, config)
 
-    def ask(count, minutes, partition="debug", now=0.0, is_whole=False, **demand):
+    def ask(count, minutes, partition="debug", now=0.0, earliest=0.0, is_whole=False, **demand):
         walltime_s = minutes and minutes * MINUTE
         wanted = Demand(count, walltime_s, **{"cores": 1, **demand})
-        found = bookings.expect(partition, wanted, now, is_whole=is_whole)
+        found = bookings.expect(partition, wanted, now, earliest, is_whole=is_whole)
         return found and f"{found.start:.0f}{'' if found.is_sure else '?'}"
 
     return ask
@@ -55,6 +55,18 @@ def test_short_jobs_come_before_one_that_waits():
     assert ask(2, None) == "900"
     assert [ask(1, minutes, now=60.0) for minutes in (9, 10)] == ["60", "60"]
     assert [ask(2, minutes, now=60.0) for minutes in (9, 10)] == ["60", "900"]
+
+
+def test_a_job_that_is_requeued_comes_after_those_that_wait():
+    """Measured: it came after the job that its own end let in."""
+    ask = asked(RUNS, WAITS)
+    starts = [ask(2, 1, earliest=time) for time in (0.0, 30.0, 70.0, 180.0, 200.0)]
+    assert starts == ["180", "180", "180", "180", "200"]
+    assert [ask(1, 10, earliest=time) for time in (30.0, 70.0)] == ["60", "70"]
+    ask = asked(
+        "RUNNING|debug|0|600|8|node[1-2]|(null)|NO|None", WAITS.replace("|60|180", "|600|900")
+    )
+    assert [ask(2, 5, earliest=time) for time in (300.0, 301.0)] == ["300", "900"]
 
 
 def test_where_nothing_waits_on_its_nodes_they_do_not_tell():

@@ -1,7 +1,7 @@
 """Ends of jobs: those that `plan --when` expects, and those that come
 
 Runs a job on the Slurm lab (`slurm/lab`) whose model sleeps, among jobs that sleep. A second
-partition has two of the four nodes and allows one minute, after which the job is put back into the
+partition has two of the four nodes and allows two minutes, after which the job is put back into the
 queue. In every trial, other jobs are submitted first; `submit --soonest` then takes a partition and
 a number of nodes. Shown are the times from the question to the start and to the end, expected and
 measured.
@@ -30,7 +30,7 @@ from tests.slurm.conftest import running_lab
 TRIALS = 10
 NODES = ("--compare", "1,2,4")
 JOB = job(
-    training={"steps": 150, "batch_size": 32},
+    training={"steps": 250, "batch_size": 32},
     pipeline={"micro_batches": 8, "schedule": "1f1b"},
     resources={"nodes": 1, "tasks_per_node": 1, "cpus_per_task": 1, "walltime": "00:10:00"},
     checkpoint={"every": 25, "lead_time": "20s", "max_requeues": 9},
@@ -58,7 +58,9 @@ def finished(folder: Path, run: str) -> float:
     while (found := pipectl(folder, "status", run))["state"] != "COMPLETED":
         if found["state"] not in ("QUEUED", "RUNNING", "COMPLETING", "REQUEUED", "PREEMPTED"):
             sys.exit(f"{run}: {found['state']} {found['error']}")
-        time.sleep(0.3)
+        if found["state"] == "PREEMPTED" and not slurm("squeue", "-h", "-n", "sleeper"):
+            sys.exit(f"{run}: it is not requeued any more")
+        time.sleep(1)
     return time.time()
 
 
@@ -68,7 +70,7 @@ def rows(trials: int) -> Iterator[tuple[object, ...]]:
     with running_lab(lab), tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         (folder / "job.yaml").write_text(yaml.safe_dump(JOB))
-        limits = ("PartitionName=short", "Nodes=node[3-4]", "MaxTime=1")
+        limits = ("PartitionName=short", "Nodes=node[3-4]", "MaxTime=2")
         slurm("scontrol", "create", *limits)
         pipectl(folder, "profile", "job.yaml", "--effort", "fast", "--scheduler", "local")
         submit = ("submit", "job.yaml")
