@@ -97,6 +97,8 @@ class Profile(DataFile):
         redrawn: a parameter, buffer or other tensor of the model that has another initial value
             each time the model is built; null if none was found.
         script_samples: samples of a step of the job's script by itself; null without one.
+        script_values: what `init` would write for the job's script, by key of the job, if the
+            script or its arguments have changed since it was compared; empty if they have not.
     """
 
     hint: ClassVar[str] = "write a new one with: pipectl profile JOB.yaml"
@@ -134,6 +136,7 @@ class Profile(DataFile):
     code: tuple[LoadedFile, ...] = ()
     redrawn: str | None = None
     script_samples: Count | None = None
+    script_values: Mapping[str, Any] = field(default_factory=dict)
 
     def batches(self, batch_size: int, *, drop_last: bool) -> tuple[int, ...]:
         """Return the different sizes of the batches of an epoch, largest first.

@@ -12,7 +12,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from errno import EDQUOT, EFBIG, EIO, ENOSPC
 from importlib import import_module
 from inspect import unwrap
@@ -92,6 +92,15 @@ class Command(TyperCommand):
 
     allow_extra_args = True  # refused below, in more words
 
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """Read the command line; what follows ``--`` are the arguments of the job's script."""
+        if "--" in args and _has_job(self):
+            from pipectl.spec.code_sections import setting_of
+
+            end = args.index("--")
+            args = [*args[:end], "--set", setting_of(args[end + 1 :])]
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
         """Run it.
 
@@ -117,7 +126,7 @@ class Command(TyperCommand):
                 word = parameter.metavar or str(parameter.name)
                 word += "..." if parameter.nargs != 1 else ""
                 pieces.append(word if parameter.required else f"[{word}]")
-        return pieces
+        return [*pieces, "[-- ARGUMENTS]"] if _has_job(self) else pieces
 
 
 class Commands(TyperGroup):
@@ -134,17 +143,23 @@ class Commands(TyperGroup):
         return name, command, rest
 
 
+def _has_job(command: Any) -> bool:
+    """Whether a command takes keys of a job, so that a script may have arguments."""
+    return any("--set" in parameter.opts for parameter in command.params)
+
+
 def _unexpected(context: Any) -> UsageError:
     """The error for arguments that a command does not take."""
-    from pipectl.spec import load
-    from pipectl.spec.code_sections import setting_of
+    words = f"unexpected arguments: {' '.join(context.args)}"
+    return UsageError(words, hint=_hint_of(context))
 
+
+def _hint_of(context: Any) -> str:
+    """Where a command is explained."""
     hint = f"see: {context.command_path} --help"
-    with suppress(PipectlError):
-        job = context.params.get("job")
-        if job is not None and (script := load(job, check_files=False).script) is not None:
-            hint = f"those of the job's script, to be changed: {setting_of(script.arguments)}"
-    return UsageError(f"unexpected arguments: {' '.join(context.args)}", hint=hint)
+    if _has_job(context.command):
+        hint += "; all arguments of the job's script follow after `--`"
+    return hint
 
 
 def _group(name: str, commands: dict[str, str], help_text: str, **options: Any) -> typer.Typer:
@@ -271,7 +286,7 @@ def _describe(error: BaseException) -> tuple[int, list[str], str | None]:
         return error.exit_code, [f"{error.message}{limit_of(error)}"], error.hint
     if isinstance(error, typer.TyperException):
         context = getattr(error, "ctx", None)
-        hint = None if context is None else f"see: {context.command_path} --help"
+        hint = None if context is None else _hint_of(context)
         return error.exit_code, [error.format_message()], hint
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         return INTERRUPTED, ["interrupted"], None

@@ -138,7 +138,11 @@ def names_of_schedulers(incomplete: str) -> list[str]:
 RUN_HELP = "Run name (or its start or end), path, job id, or 'last'."
 
 JOB_FILE: Any = typer.Argument(..., metavar="JOB.yaml", help="The job spec.")
-OVERRIDES = value("KEY=VALUE", "Set one key of the job: training.steps=10.", "--set")
+OVERRIDES = value(
+    "KEY=VALUE",
+    "Set one key of the job: training.steps=10. What follows after `--` sets script.arguments.",
+    "--set",
+)
 SCHEDULER = value(
     "NAME", f"Where the job runs: {', '.join(SCHEDULERS)}; by default launch.scheduler.",
     "--scheduler", autocompletion=names_of_schedulers,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from pipectl.profile import Profile
 from pipectl.profile_parts import SEEDED_HINT
 from pipectl.spec import JobSpec, evaluation_key
@@ -24,6 +26,7 @@ def warnings_of(spec: JobSpec, profile: Profile) -> list[str]:
         metrics_warning,
         redrawing_warning,
         batch_warning,
+        script_warning,
     )
     return [text for text in (each(spec, profile) for each in say) if text]
 
@@ -40,6 +43,23 @@ def batch_warning(spec: JobSpec, profile: Profile) -> str:
         f"a step of the script has {samples} samples, and training.batch_size is "
         f"{training.batch_size}: {steps} count steps of the job; if the script has an argument for "
         "its batch size, init with it sets all of them"
+    )
+
+
+def script_warning(spec: JobSpec, profile: Profile) -> str:
+    """A warning if a job is not as its script is now, with its arguments; empty if it is."""
+    differing = []
+    for key, value in profile.script_values.items():
+        section, _, name = key.partition(".")
+        now = getattr(getattr(spec, section), name, value)
+        if now != value:
+            differing.append(f"{key} is {json.dumps(now)} in the job, {json.dumps(value)} by it")
+    if not differing:
+        return ""
+    return (
+        "the script or its arguments are others than those that init has seen: "
+        f"{'; '.join(differing)}: set what should follow the script, too, by --set KEY=VALUE, or "
+        "let init write the job again (--force)"
     )
 
 

@@ -38,7 +38,7 @@ from pipectl.profiler.readings import (
     find_shared_samples,
     other_reader,
 )
-from pipectl.profiler.script_steps import compare_script
+from pipectl.profiler.script_steps import compare_script, uncompared_of, values_of_script
 from pipectl.profiler.trial import try_job, try_metrics
 from pipectl.runs.code import Code, loaded_here
 from pipectl.runtime.device import (
@@ -110,7 +110,8 @@ def profile_job(
     sizes = measured_sizes(spec, effort)
     if spec.script is not None and uncompared is None:
         notify("comparing the first steps of the script")
-    uncompared = compare_script(spec) if uncompared is None else uncompared
+    compared = compare_script(spec) if uncompared is None else None
+    uncompared = uncompared_of(compared) if uncompared is None else uncompared
     notify("capturing the model")
     with other_reader(spec) as other, Neighbours(spec, sizes[0]) as neighbours:
         reset_resident_peak()
@@ -124,6 +125,7 @@ def profile_job(
         job.check_shapes(sizes[0])
         readings = other.compare(job)
         redrawn = find_redrawn(job, sizes[0])
+        script_values = values_of_script(job, compared)
         journal = Journal() if journal is None else journal  # an empty one counts as false
         notify("trying what else the job needs")
         try_job(job, sizes[0], device.torch_device)
@@ -150,6 +152,7 @@ def profile_job(
             readings=readings,
             redrawn=redrawn,
             script_samples=None if job.script is None else job.script.samples_per_step,
+            script_values=script_values,
             smallest=SmallestMicroBatch(smallest, reason) if reason else None,
             epoch=job.loader.counts,
             halved_loss=None if isinstance(loss, str) else loss,

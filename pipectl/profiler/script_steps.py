@@ -8,6 +8,7 @@ import multiprocessing
 import re
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 
@@ -20,6 +21,7 @@ from pipectl.profiler.processes import begin_apart, start_processes
 from pipectl.profiler.trial import try_job
 from pipectl.runtime.device import set_arithmetic, settle_process
 from pipectl.script import Command, Parts
+from pipectl.script.findings import values_of
 from pipectl.script.later import Compared, compare_steps
 from pipectl.script.recorder import at
 from pipectl.spec import JobSpec
@@ -30,25 +32,37 @@ _PLACE = re.compile(r"\.py:\d+")
 """Of a message that names a line."""
 
 
-def compare_script(spec: JobSpec) -> tuple[str, ...]:
-    """Compare the script of a job, if the job has its loss; return what could not be compared.
+def compare_script(spec: JobSpec) -> Compared | None:
+    """Compare the script of a job, if the job has its loss.
 
     Raises:
         CaptureError: the script computes its loss in another way in a later step.
     """
     if spec.script is None or not spec.loss.is_of_script:
-        return ()
+        return None
     schedule = spec.lr_scheduler
     own_schedule = schedule is not None and not schedule.is_of_script
-    compared = compare_in_process(
+    return compare_in_process(
         Command.of(spec), own_schedule=own_schedule or not spec.optimizer.is_of_script
     )
-    return uncompared_of(compared)
 
 
-def uncompared_of(compared: Compared) -> tuple[str, ...]:
+def values_of_script(job: CapturedJob, compared: Compared | None) -> dict[str, Any]:
+    """Return what ``init`` would write into the job for its script; empty if that is not known.
+
+    Args:
+        compared: None if the script and its arguments are those that ``init`` has seen.
+    """
+    if job.script is None or compared is None or job.spec.beside_script:
+        return {}
+    with suppress(CaptureError):  # said where the job is tried
+        return values_of(job.script, compared)
+    return {}
+
+
+def uncompared_of(compared: Compared | None) -> tuple[str, ...]:
     """Return what could not be compared, in words."""
-    if not compared.reason:
+    if compared is None or not compared.reason:
         return ()
     where = f" ({at(compared.place)})" if compared.place is not None else ""
     return (compared.sentence + where,)

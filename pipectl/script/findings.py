@@ -32,7 +32,7 @@ from pipectl.script.recorder import at
 from pipectl.script.some_epochs import draws_at_times
 from pipectl.script.steps import loops_of_job, steps_of, unread_jumps
 from pipectl.script.trainings import later_trainings
-from pipectl.spec.types import SCRIPT
+from pipectl.spec.types import SAMPLES, SCRIPT
 from pipectl.units import plural
 
 _DEFAULT_STEPS = 100
@@ -101,6 +101,27 @@ def findings_of(parts: Parts, compared: Compared) -> Findings:
     line = Finding("comparison", compared.sentence, compared.place)
     (found.differs if compared.reason else found.taken).append(line)
     return found
+
+
+def values_of(parts: Parts, compared: Compared) -> dict[str, Any]:
+    """Return the values that a job of a script should have, by key; without those that the script
+    does not say.
+    """
+    found = findings_of(parts, compared)
+    training = {"clip_grad_norm": None, **found.training}
+    if not parts.seen.autocasts:
+        training["precision"] = "float32"
+    sections = {
+        "training": {k: v for k, v in training.items() if k not in (*found.guessed, "batch_size")},
+        "data": {"drop_last": False} | found.data,
+        "loss": {"weight": SAMPLES} | found.loss,
+        "evaluation": {k: v for k, v in found.evaluation.items() if k == "every"},
+        "script": {"drawn_between_epochs": found.drawn_between_epochs},
+    }
+    pairs = (
+        (f"{name}.{key}", value) for name, own in sections.items() for key, value in own.items()
+    )
+    return {key: value for key, value in pairs if key != "data.workers"}
 
 
 def _add_model(parts: Parts, found: Findings) -> None:

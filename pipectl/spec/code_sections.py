@@ -7,7 +7,6 @@ Field docstrings are the text of ``docs/spec-reference.md``; see :mod:`pipectl.s
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 
+from pipectl.files import escape_path
 from pipectl.spec import argument_paths, types
 
 
@@ -127,8 +127,9 @@ class Script(types.Section):
 
 
 def setting_of(arguments: Sequence[str]) -> str:
-    """The option that sets the arguments of a script, for a shell."""
-    return f"--set {shlex.quote(f'script.arguments={json.dumps([*arguments])}')}"
+    """The value of ``--set`` for arguments of a script that a shell has expanded."""
+    texts = [escape_path(text) for text in arguments]
+    return f"script.arguments={json.dumps(texts, ensure_ascii=False)}"
 
 
 class Model(Part):

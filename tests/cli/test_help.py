@@ -21,15 +21,16 @@ def test_help_lists_every_command_with_a_whole_sentence(cli, monkeypatch, group)
     assert cli(*group) == result
 
 
+OF_SCRIPT = " [-- ARGUMENTS]"
 USAGES = {
     "init": " [DIRECTORY] [ARGUMENTS...]",
-    **dict.fromkeys(("check", "plan", "doctor", "lab plan"), " [JOB.yaml]"),
-    **dict.fromkeys(("profile", "submit", "lab rehearse", "lab verify"), " JOB.yaml"),
+    **dict.fromkeys(("check", "plan", "doctor", "lab plan"), f" [JOB.yaml]{OF_SCRIPT}"),
+    **dict.fromkeys(("profile", "submit", "lab rehearse", "lab verify"), f" JOB.yaml{OF_SCRIPT}"),
     **dict.fromkeys(("status", "logs"), " [RUN...]"),
     "report": " [RUN] [OTHER]",
     "export": " [RUN]",
     "cancel": " RUN...",
-    "resume": " RUN",
+    "resume": f" RUN{OF_SCRIPT}",
     "lab simulate": "",
 }
 

@@ -26,6 +26,7 @@ from pipectl.jobs.warnings import (
     loss_warning,
     metrics_warning,
     replicas_warning,
+    script_warning,
     sharing_warning,
     splitting_warning,
     warnings_of,
@@ -286,6 +287,20 @@ def test_steps_of_other_batches_than_those_of_the_script_are_told(write_job, pro
     same = replace(profile, script_samples=batch)
     fine = [(ours, same), (spec, other), (ours, profile)]
     assert [batch_warning(*each) for each in fine] == ["", "", ""]
+
+
+def test_what_a_job_has_otherwise_than_its_script_with_new_arguments_is_told(write_job, profile):
+    spec = load(write_job(), ["training.clip_grad_norm=1.0"], check_files=False)
+    values = {
+        "training.steps": spec.training.steps,
+        "training.clip_grad_norm": 1,
+        "evaluation.every": 5,
+    }
+    assert script_warning(spec, replace(profile, script_values=values)) == ""
+    values |= {"training.steps": 7, "training.clip_grad_norm": None}
+    told = script_warning(spec, replace(profile, script_values=values))
+    steps = f"training.steps is {spec.training.steps} in the job, 7 by it"
+    assert f"{steps}; training.clip_grad_norm is 1.0 in the job, null by it: set" in told
 
 
 @pytest.mark.parametrize(

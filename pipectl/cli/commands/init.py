@@ -29,7 +29,6 @@ from pipectl.control_groups import memory_of_machine
 from pipectl.errors import SchedulerError, SpecError, UsageError
 from pipectl.files import make_directory_of, write_json, write_text
 from pipectl.spec import SpecFile
-from pipectl.spec.code_sections import setting_of
 from pipectl.spec.launch import Resources
 from pipectl.spec.references import fault_of, parse
 from pipectl.spec.schema import json_schema
@@ -210,7 +209,7 @@ def _check_new(
         hint = "choose another directory: pipectl init DIRECTORY; or replace with --force"
         if arguments:
             hint += "\nto run it with these arguments, and the steps and batches that it has: "
-            hint += f"pipectl submit {shlex.quote(str(targets[0]))} {setting_of(arguments)}"
+            hint += f"pipectl submit {shlex.join([str(targets[0]), '--', *arguments])}"
         raise UsageError(f"{', '.join(existing)}: already exists", hint=hint)
 
 

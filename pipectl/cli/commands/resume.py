@@ -11,7 +11,7 @@ from pipectl.cli import options as opt
 from pipectl.cli.console import note, say, short_path, warn
 from pipectl.cli.submission import describe_job, print_and_follow, print_notes, print_plan
 from pipectl.jobs.resume import resume
-from pipectl.jobs.warnings import splitting_warning
+from pipectl.jobs.warnings import script_warning, splitting_warning
 from pipectl.runs import RunDirectory, find_run, last_checkpoint, step_of
 from pipectl.runs.kept_code import read_code, without_copies
 
@@ -38,6 +38,7 @@ def command(
     print_notes([job])
     if job.profile is not None:
         warn(splitting_warning(job.spec, job.profile))
+        warn(script_warning(job.spec, job.profile))
     _note_changes(submission.run, changed_files, has_own_code=has_own_code)
     if not as_json:
         if job.plan is None or replanned:
