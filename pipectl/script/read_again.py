@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import time
+import os
+import select
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -48,6 +50,7 @@ _IN_STEPS = (
 )
 _PATIENCE_S = 5.0
 """For an epoch of a stream."""
+_DIGITS = 32
 
 
 class Step(NamedTuple):
@@ -209,15 +212,32 @@ def _rest_of(parts: Parts, accumulation: int) -> int | None:
     size = parts.batch_size
     if parts.loader.drop_last and accumulation == 1:
         return 0
+    # Another process reads it: one that waits for data, in a system call even, can be ended.
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.setpgid(0, 0)
+            os.write(writing, str(_samples_left(parts, size * accumulation)).encode())
+        finally:
+            os._exit(0)  # without what the script does at its end, or a traceback
+    os.close(writing)
+    try:
+        is_over, _, _ = select.select([reading], [], [], _PATIENCE_S)
+        written = os.read(reading, _DIGITS) if is_over else b""
+        return int(written) if written else None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # with the processes of the loader
+        os.waitpid(child, 0)
+        os.close(reading)
+
+
+def _samples_left(parts: Parts, of_step: int) -> int:
+    """Read an epoch of a stream, and count its last samples, which fill no step."""
     parts.loading.data.restore()
-    until, sizes = time.monotonic() + _PATIENCE_S, list[int]()
-    with suppress(Exception):  # of the script's code
-        for count in _loader_of(parts, parts.dataset(), len):
-            sizes.append(count)
-            if time.monotonic() > until:
-                return None
-        return sum(sizes) % (size * accumulation) or sum(each for each in sizes if each < size)
-    return None
+    sizes: list[int] = [*_loader_of(parts, parts.dataset(), len)]
+    return sum(sizes) % of_step or sum(each for each in sizes if each < parts.batch_size)
 
 
 def _out_of_turn(seen: Seen, steps: Sequence[Step]) -> str:
