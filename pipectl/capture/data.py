@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from copy import copy
 from functools import cached_property
 from itertools import chain, count, islice
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -130,7 +131,7 @@ class Loader:
         self._lengths, self._pad, self._section = buckets, dict(pad or {}), section
         self._iterable = isinstance(dataset, IterableDataset) or not _has_items(dataset)
         self._unread = Kept(dataset) if self._iterable else Kept()
-        self._told = _Told(dataset)
+        self._told = _Told.of(dataset)
         self.collate: Callable[[list[Any]], Any] = (
             getattr(dataset, "collate_fn", None) or default_collate
         )
@@ -483,11 +484,24 @@ def _seed(value: int) -> None:
 class _Told:
     """Tells a dataset the number of the epoch that is read, if it wants to know.
 
+    All loaders of a dataset share one: each tells it again what another has told otherwise.
+
     Args:
         dataset: that may have ``set_epoch``.
     """
 
+    _known: ClassVar[WeakValueDictionary[int, _Told]] = WeakValueDictionary()
+
+    @classmethod
+    def of(cls, dataset: Any) -> _Told:
+        """The one of a dataset."""
+        told = cls._known.get(id(dataset))
+        if told is None or told._dataset is not dataset:
+            told = cls._known[id(dataset)] = cls(dataset)
+        return told
+
     def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
         self._set_epoch: Callable[[int], Any] | None = getattr(dataset, "set_epoch", None)
         self._epoch = -1
 

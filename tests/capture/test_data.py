@@ -780,3 +780,14 @@ def test_the_loss_of_a_named_tuple_is_its_field_loss() -> None:
     outputs = Outputs(torch.zeros(2, 3), torch.ones(()))
     assert loss_of_outputs(outputs) is outputs.loss
     assert loss_of_outputs((outputs.loss, outputs.logits)) is outputs.loss
+
+
+def test_a_dataset_of_two_loaders_is_told_the_epoch_that_each_reads():
+    dataset = Curriculum(4)
+    training, held_out = (Loader(dataset, seed=0, batch_size=4, shuffle=False) for _ in range(2))
+    batches = training.micro_batches(islice(training.batches(), 3), 2)
+    first = [next(batches)[0] for _ in range(3)]  # of the second epoch, half
+    assert [int(x) // 100 for inputs in first for x in inputs] == [0, 0, 0, 0, 1, 1]
+    (evaluated, _), *_ = held_out.micro_batches(islice(held_out.batches(), 1), 4)
+    assert [int(x) // 100 for x in evaluated] == [0, 0, 0, 0]
+    assert [int(x) // 100 for x in next(batches)[0]] == [1, 1]
