@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from types import BuiltinMethodType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -21,6 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
+
+from pipectl.errors import CaptureError
+from pipectl.units import format_bytes
 
 PLAIN = (str, bytes, int, float, complex, type(None), type, FunctionType, ModuleType, nn.Parameter)
 """Of what nothing is to be looked at."""
@@ -31,6 +34,13 @@ MAX_ARRAY_BYTES = 2**24
 """Of an array that is compared; a larger one is a table, or data."""
 _MAX_ENTRIES = 2**16
 """Of a container of data whose entries are looked at; those of a larger one are samples."""
+_MAX_LOOKED_AT = 2**16
+"""Objects of data in all; beyond these, they are samples."""
+_MAX_KEPT_BYTES = 2**26
+"""Of data in all that are copied."""
+_GENERATOR_BYTES = 2**14
+_SAMPLED = 64
+"""Entries of what is not copied that show whether it has changed."""
 
 
 class Holder(NamedTuple):
@@ -57,7 +67,8 @@ class Kept:
     """What datasets and samplers, and the objects that they refer to, keep in Python, as it was at
     one time: counts, lists, generators, small arrays.
 
-    Files that they have opened, and iterators, stay as they are.
+    Files that they have opened, and iterators, stay as they are. So do large arrays; large
+    containers, which are not copied, must not change.
 
     Args:
         roots: the objects; anything else is ignored.
@@ -66,18 +77,53 @@ class Kept:
 
     def __init__(self, *roots: Any, besides: Iterable[Any] = ()) -> None:
         waiting, known = [Holder([*roots], "", None)], {id(each) for each in besides}
-        found = (each.value for each in items_in(waiting, known, data=True))
-        self._restores = [restore_of(each) for each in found if not _is_large(each)]
+        found = [*islice(items_in(waiting, known, data=True), _MAX_LOOKED_AT)]
+        self._restores: list[Callable[[], None]] = []
+        self._large: list[tuple[Holder, int, list[Any]]] = []
+        left = _MAX_KEPT_BYTES
+        for holder in found:  # what is deep comes last
+            if (size := _size_of(holder)) <= left:
+                left -= size
+                self._restores.append(restore_of(holder.value))
+            elif type(holder.value) in CONTAINERS and len(holder.value) > _SAMPLED:
+                self._large.append((holder, len(holder.value), _some_of(holder.value)))
 
     def restore(self) -> None:
-        """Set all back to that time."""
+        """Set all back to that time.
+
+        Raises:
+            CaptureError: what has changed is too large for that.
+        """
         for restore in self._restores:
             with suppress(RuntimeError, TypeError, ValueError):  # it takes no values
                 restore()
+        for holder, count, some in self._large:
+            others = _some_of(holder.value)
+            if count != len(holder.value) or not all(map(operator.is_, some, others)):
+                raise CaptureError(
+                    f"data: {holder.name.rpartition('.')[2]!r}, of "
+                    f"{format_bytes(_size_of(holder))}, has changed as data were read, and is too "
+                    "large to be copied, so that they could be read again",
+                    hint="let the dataset and the sampler keep what changes apart from large data: "
+                    "draw an order anew in every epoch (torch.randperm), instead of shuffling one "
+                    "that they keep",
+                )
 
 
-def _is_large(value: Any) -> bool:
-    return isinstance(value, np.ndarray | Tensor) and value.nbytes > MAX_ARRAY_BYTES
+def _size_of(holder: Holder) -> int:
+    """The memory in bytes that a copy takes, without what its entries refer to."""
+    value = holder.value
+    if isinstance(value, np.ndarray | Tensor):
+        return int(value.nbytes)
+    return sys.getsizeof(value) if type(value) in CONTAINERS else _GENERATOR_BYTES
+
+
+def _some_of(value: Any) -> list[Any]:
+    """Some of the entries of a container; of a mapping, keys."""
+    if isinstance(value, list | deque):
+        last = len(value) - 1
+        return [value[i * last // (_SAMPLED - 1)] for i in range(_SAMPLED)] if value else []
+    return [*islice(_entries(value), _SAMPLED)]
 
 
 def items_in(
@@ -91,8 +137,9 @@ def items_in(
         data: whether these are data: to look into datasets and samplers, but neither into modules
             nor into the entries of large containers.
     """
-    while waiting:
-        item = waiting.pop()
+    queue = deque(waiting)
+    while queue:
+        item = queue.popleft() if data else queue.pop()
         value, path = item.value, item.name
         if id(value) in visited:
             continue
@@ -100,15 +147,15 @@ def items_in(
         if type(value) in CONTAINERS:
             yield item
             if not data or len(value) <= _MAX_ENTRIES:
-                waiting += _inside(value, path)
+                queue += _inside(value, path)
         elif isinstance(value, tuple | frozenset):
-            waiting += _inside(value, path)
+            queue += _inside(value, path)
         elif isinstance(value, MethodType | BuiltinMethodType):
-            waiting.append(Holder(value.__self__, path, None))
+            queue.append(Holder(value.__self__, path, None))
         elif _has_content(value):
             yield item
         elif _is_looked_into(value, modules=modules and not data, data=data):
-            waiting.append(Holder(vars(value), path, type(value)))
+            queue.append(Holder(vars(value), path, type(value)))
 
 
 def _inside(container: Any, path: str) -> Iterator[Holder]:
@@ -201,3 +248,10 @@ def set_state(generator: Any, state: Any) -> None:
         generator.bit_generator.state = state
     else:
         generator.set_state(state)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, NumPy and torch, so that code of the user draws the same everywhere."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

@@ -13,8 +13,9 @@ from pipectl.capture import factories
 from pipectl.capture.data import Loader, check_dataset
 from pipectl.capture.deferred import Deferred
 from pipectl.capture.model_with_loss import as_module
-from pipectl.capture.randomness import seed_everything, seed_of
+from pipectl.capture.randomness import seed_of
 from pipectl.errors import CaptureError
+from pipectl.objects import seed_everything
 from pipectl.script import Command, Parts
 from pipectl.spec import JobSpec
 from pipectl.spec.code_sections import Factory

@@ -51,7 +51,6 @@ from pipectl.capture.python_state import (
 )
 from pipectl.capture.randomness import (
     SHARED_GENERATORS,
-    seed_everything,
     states_of,
 )
 from pipectl.capture.refusals import (
@@ -67,7 +66,7 @@ from pipectl.capture.side_effects import Call, SideEffects, WatchedParameters, r
 from pipectl.capture.tensors import fill_sample, is_deferred, is_same, storage_of, tensors_in
 from pipectl.errors import CaptureError
 from pipectl.faults import is_user_code
-from pipectl.objects import generator_state, set_state
+from pipectl.objects import generator_state, seed_everything, set_state
 from pipectl.torch_api import (
     buffers_of,
     count_nodes,

@@ -43,7 +43,7 @@ from pipectl.capture.operators import (
     runs,
 )
 from pipectl.capture.python_state import own_generators, preserve_state
-from pipectl.capture.randomness import SHARED_GENERATORS, seed_everything, states_of
+from pipectl.capture.randomness import SHARED_GENERATORS, states_of
 from pipectl.capture.refusals import (
     Refusal,
     RefusedError,
@@ -62,6 +62,7 @@ from pipectl.capture.weights import Weights
 from pipectl.capture.writes import refuse_aliases, refuse_sparse, refuse_writes
 from pipectl.errors import CaptureError
 from pipectl.faults import fault_of, is_ours
+from pipectl.objects import seed_everything
 from pipectl.script import Parts
 from pipectl.spec import JobSpec
 from pipectl.spec.code_sections import Factory

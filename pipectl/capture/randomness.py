@@ -110,13 +110,6 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def seed_everything(seed: int) -> None:
-    """Seed Python, numpy and torch, so that a factory makes the same object on every rank."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
 def states_of(generators: Sequence[Any]) -> str:
     """Return a text that changes when somebody draws from one of the generators."""
     return comparable([generator_state(each) for each in generators])

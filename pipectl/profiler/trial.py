@@ -18,10 +18,10 @@ from torch import Tensor
 from pipectl.capture import CapturedJob
 from pipectl.capture.batch import Reader
 from pipectl.capture.data import Loader
-from pipectl.capture.randomness import seed_everything
 from pipectl.capture.shares import target_weight
 from pipectl.capture.stage import uses_of_parameter
 from pipectl.errors import CaptureError, WorkerError
+from pipectl.objects import seed_everything
 from pipectl.runtime.callbacks import import_callbacks
 from pipectl.runtime.evaluation_metrics import Metrics
 from pipectl.runtime.unflushed import refuse

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from pipectl.capture import CapturedJob
-from pipectl.capture.randomness import seed_everything
 from pipectl.capture.tensors import is_deferred
+from pipectl.objects import seed_everything
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import hashlib
-import random
 import sys
 import warnings
 from collections.abc import Iterator
@@ -14,11 +13,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
-import torch
-
 from pipectl.errors import CaptureError
 from pipectl.faults import user_line
+from pipectl.objects import seed_everything
 from pipectl.script.hooks import Seen, Taken, hooked
 from pipectl.script.order import directory, own_signals
 from pipectl.script.unwritten import unwritten
@@ -162,9 +159,7 @@ def as_main(command: Command) -> Iterator[tuple[Any, dict[str, Any]]]:
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     try:
-        random.seed(command.seed)
-        np.random.seed(command.seed % 2**32)
-        torch.manual_seed(command.seed)
+        seed_everything(command.seed)
         with directory(command.place), own_signals(), warnings.catch_warnings():
             yield code, vars(module)
     finally:

@@ -22,7 +22,7 @@ from torch.func import functional_call
 
 from pipectl.capture.data import Loader, split_batch
 from pipectl.capture.factories import find
-from pipectl.capture.randomness import seed_everything
+from pipectl.objects import seed_everything
 from pipectl.runs import MetricsLine, RunDirectory, read_metrics
 from pipectl.schedule import NAMES
 from pipectl.spec import JobSpec, load
