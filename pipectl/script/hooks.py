@@ -58,6 +58,7 @@ from pipectl.script import loops
 from pipectl.script.order import (
     Generators,
     SharedGenerators,
+    Told,
     datasets_of,
     draws_when_read,
     samplers_of,
@@ -181,8 +182,8 @@ class Seen:
             after a few batches; 0 for none.
         evaluated: iterations over other data between two epochs.
         patience_until: time of the monotonic clock until which a script may run on after that.
-        epochs: samplers and datasets that the script has told the number of its first epoch, and
-            the number.
+        epochs: how the script has told samplers and datasets the number of its first epoch, by the
+            ids of these.
         is_telling: whether one is being told; what it tells others follows from that.
         draws_between_batches: whether an iteration that was cut short drew random numbers after its
             first batch, as it does by dropout.
@@ -216,7 +217,7 @@ class Seen:
     shortened: int = 0
     evaluated: dict[int, Loading] = field(default_factory=dict)
     patience_until: float = math.inf
-    epochs: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    epochs: dict[int, Told] = field(default_factory=dict)
     is_telling: bool = False
     draws_between_batches: bool = False
     cycled: dict[int, Any] = field(default_factory=dict)
@@ -438,10 +439,11 @@ def _loading(seen: Seen, original: Callable[..., None]) -> Callable[..., None]:
 
 def _telling(seen: Seen, original: Callable[..., Any]) -> Callable[..., Any]:
     def set_epoch(owner: Any, *args: Any, **kwargs: Any) -> Any:
-        outer, epoch = seen.is_telling, next(iter((*args, *kwargs.values())), None)
+        outer = seen.is_telling
         # Later ones are of other epochs, or of pipectl; those within another one follow from it.
-        if seen.optimizer is None and not outer and isinstance(epoch, int):
-            seen.epochs[id(owner)] = owner, epoch
+        if seen.optimizer is None and not outer:
+            told = Told.of(original, owner, args, kwargs)
+            seen.epochs.update({} if told is None else {id(owner): told})
         seen.is_telling = True
         try:
             return original(owner, *args, **kwargs)

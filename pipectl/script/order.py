@@ -10,17 +10,17 @@ from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager, nullcontext, suppress
 from copy import copy
 from dataclasses import dataclass
-from inspect import isgeneratorfunction
+from inspect import isgeneratorfunction, signature
 from itertools import islice
 from pathlib import Path as Directory
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from pipectl.errors import CaptureError
-from pipectl.objects import Kept
+from pipectl.objects import Kept, seed_everything
 from pipectl.script.program import Path, name_of, reach
 from pipectl.torch_api import read_sample, told_as_process
 from pipectl.units import plural
@@ -40,8 +40,46 @@ _PART = 4096
 """Batches of a part."""
 
 
-Told = tuple[Any, int]
-"""What has ``set_epoch``, and the number that a script gives it for its first epoch."""
+class Told(NamedTuple):
+    """A call of ``set_epoch`` by a script, for its first epoch.
+
+    Args:
+        owner: a sampler or a dataset.
+        args, kwargs: all that it was called with.
+        key: which of these is the number of the epoch.
+    """
+
+    owner: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    key: int | str
+
+    @classmethod
+    def of(
+        cls, function: Callable[..., Any], owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Told | None:
+        """The call of a method; None if it tells no number."""
+        names = [*signature(function).parameters][1 : len(args) + 1]
+        key: int | str = 0 if args else next(iter(kwargs), 0)
+        if "epoch" in names or "epoch" in kwargs:
+            key = names.index("epoch") if "epoch" in names else "epoch"
+        told = cls(owner, args, kwargs, key)
+        return told if (args or kwargs) and isinstance(told._given()[1][key], int) else None
+
+    def tell(self, epoch: int, owner: Any = None) -> None:
+        """Call it for another epoch, from 0.
+
+        Args:
+            owner: a copy of the owner, to be told in its place.
+        """
+        (args, kwargs), given = self._given()
+        given[self.key] += epoch
+        (self.owner if owner is None else owner).set_epoch(*args, **kwargs)
+
+    def _given(self) -> tuple[tuple[list[Any], dict[str, Any]], Any]:
+        """Copies of the arguments, and those of them among which the number is."""
+        args, kwargs = [*self.args], {**self.kwargs}
+        return (args, kwargs), kwargs if isinstance(self.key, str) else args
 
 
 class SharedGenerators:
@@ -125,8 +163,7 @@ class Order:
     Args:
         loader: of the script.
         start: the random numbers when the script began its first epoch.
-        told: the samplers that the script tells the number of an epoch by ``set_epoch``, and that
-            of the first one.
+        told: how the script tells samplers the number of an epoch.
         repeats: whether every epoch is the first one again.
         between: random numbers that the script draws before each further epoch.
     """
@@ -192,9 +229,7 @@ class Order:
         """Whether the order of an epoch depends on the random numbers that all share."""
         before, start = SharedGenerators(), copy(self._start)
         for seed in _ANY_SEEDS:
-            random.seed(seed)
-            np.random.seed(seed)
-            torch.manual_seed(seed)
+            seed_everything(seed)
             start.shared = SharedGenerators()
             other = Order(self._loader, start, self._told)
             before.restore()
@@ -208,18 +243,21 @@ class Order:
         try:
             if self._drawn == 0 or not self._is_long:
                 draw(self._between if self._drawn else 0)
-                for sampler, first in self._told:
-                    sampler.set_epoch(first + self._drawn)
+                for told in self._told:
+                    told.tell(self._drawn)
                 self._batches = iter(self._loader.batch_sampler or ())
                 if not self._next.is_iterated:  # as an iterator of the loader for its processes
                     draw(_OF_ITERATOR, self._loader.generator)
             limit = _PART if self._is_long else None
-            drawn = [[int(index) for index in batch] for batch in islice(self._batches, limit)]
-            indices = array("q", (index for batch in drawn for index in batch))
+            sizes, indices = array("q"), array("q")
+            for batch in islice(self._batches, limit):
+                before_it = len(indices)
+                indices.extend(map(int, batch))
+                sizes.append(len(indices) - before_it)
             self._next = Generators(self._loader)
         finally:
             before.restore()
-        sizes, size = list(map(len, drawn)), batch_size_of(self._loader)
+        size = batch_size_of(self._loader)
         size = size or next(iter(sizes), None)
         kind = type(self._loader.batch_sampler).__name__
         if size is not None and (set(sizes[:-1]) - {size} or max(sizes, default=0) > size):
@@ -319,8 +357,8 @@ class InProcess:
             dataset: of the script, as it is or as this process has it.
         """
         with directory(self._place):
-            for each, first in self._told:
-                (dataset if each is self._dataset else each).set_epoch(first + epoch)
+            for told in self._told:
+                told.tell(epoch, dataset if told.owner is self._dataset else None)
 
     def begun(self, seed: int | None = None) -> Any:
         """Return the dataset of a process that begins now. Its random numbers stay as they are.
@@ -506,8 +544,8 @@ def samples_of(
     """Return the dataset of a loader; for what is not here see :class:`Order`.
 
     Args:
-        told: the samplers, and the datasets within that of the loader, that the script tells the
-            number of an epoch by ``set_epoch``, and that of the first one.
+        told: how the script tells the samplers, and the datasets within that of the loader, the
+            number of an epoch.
 
     Raises:
         CaptureError: the loader makes no batches of samples.
@@ -521,8 +559,8 @@ def samples_of(
     if isinstance(loader.dataset, IterableDataset):
         return Stream(loader, collate, told)
     samplers = {id(each) for each in samplers_of(loader)}
-    of_order = [each for each in told if id(each[0]) in samplers]
-    others = [each for each in told if id(each[0]) not in samplers]
+    of_order = [each for each in told if id(each.owner) in samplers]
+    others = [each for each in told if id(each.owner) not in samplers]
     order = Order(loader, start, of_order, repeats=repeats, between=between)
     return Samples(loader, collate, order, others)
 

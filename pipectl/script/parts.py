@@ -26,6 +26,7 @@ from pipectl.script.optimizers import (
 )
 from pipectl.script.order import (
     Collate,
+    Told,
     batch_size_of,
     datasets_of,
     held_out_samples,
@@ -180,12 +181,10 @@ class Parts:
         )
 
     @property
-    def told_epochs(self) -> list[tuple[Any, int]]:
-        """The samplers and datasets of the loader that the script calls ``set_epoch`` of, with the
-        number.
-        """
+    def told_epochs(self) -> list[Told]:
+        """How the script calls ``set_epoch`` of samplers and datasets of the loader."""
         own = {id(x) for x in (*samplers_of(self.loader), *datasets_of(self.loader))}
-        return [told for told in self.seen.epochs.values() if id(told[0]) in own]
+        return [told for told in self.seen.epochs.values() if id(told.owner) in own]
 
     def held_out(self, name: str) -> Any:
         """Return the samples of another loader, each once, by the name of its variable.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import hashlib
 from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from pipectl.errors import CaptureError
+from pipectl.objects import seed_everything
 from pipectl.script.hooks import Loading
 from pipectl.script.order import SharedGenerators, batch_size_of
 from pipectl.script.parts import Parts
@@ -40,16 +41,17 @@ class FirstEpoch:
     def __init__(self, parts: Parts) -> None:
         self._sizes = _sizes_of(parts.loader)
         self._root: Any = None
-        self._numbers: list[int] = []
+        self._numbers = ""
         self._varies = True
         self._samples: Any = None
         if isinstance(parts.loader.dataset, IterableDataset):
             return
         with suppress(Exception), torch._C.DisableTorchFunction():  # of the script's code
-            self._root, self._numbers = _origins(parts, 0)
-            self._varies = self._numbers != _origins(parts, 1)[1]
-            self._samples = _read(parts, self._root, self._numbers)
-            if not _are_equal(self._samples, _read(parts, self._root, self._numbers)):
+            order = parts.dataset().order
+            self._root, self._numbers, few = _origins(parts, order(0))
+            self._varies = self._numbers != _origins(parts, order(1))[1]
+            self._samples = _read(parts, self._root, few)
+            if not _are_equal(self._samples, _read(parts, self._root, few)):
                 self._samples = None
 
     def refuse_other(self, parts: Parts, loadings: Sequence[Loading]) -> None:
@@ -74,13 +76,13 @@ class FirstEpoch:
         if self._root is None:
             return ""
         try:
-            root, numbers = _origins(parts, 0)
+            root, numbers, few = _origins(parts, parts.dataset().order(0))
         except Exception:  # of the script's code
             return ""
         is_same = root is self._root
         if is_same and numbers != self._numbers:
             return "" if self._varies else "has other samples of the same dataset"
-        if self._samples is None or _are_equal(self._samples, _read(parts, root, numbers)):
+        if self._samples is None or _are_equal(self._samples, _read(parts, root, few)):
             return ""
         return "has a dataset that has changed" if is_same else "has another dataset"
 
@@ -96,25 +98,26 @@ def _sizes_of(loader: DataLoader[Any]) -> dict[str, int | None]:
     }
 
 
-def _origins(parts: Parts, epoch: int) -> tuple[Any, list[int]]:
-    """Return the dataset that those of a script are parts of, and which of its samples an epoch
-    has, in ascending order.
+def _origins(parts: Parts, order: Sequence[int]) -> tuple[Any, str, list[int]]:
+    """Return the dataset that those of a script are parts of, a digest that tells which of its
+    samples an epoch has, and a few of these, in ascending order.
     """
     data: Any = parts.loader.dataset
-    numbers = [int(each) for each in parts.dataset().order(epoch)]
+    numbers = np.asarray(order, np.int64)
     while isinstance(data, Subset):
-        numbers = [int(data.indices[each]) for each in numbers]
+        numbers = np.asarray(data.indices, np.int64)[numbers]
         data = data.dataset
-    return data, sorted(numbers)
+    numbers = np.sort(numbers)
+    few = [int(numbers[i * (len(numbers) - 1) // (_FEW - 1)]) for i in range(_FEW)]
+    return data, hashlib.sha256(numbers.data).hexdigest(), few
 
 
-def _read(parts: Parts, data: Any, numbers: Sequence[int]) -> Any:
+def _read(parts: Parts, data: Any, few: Sequence[int]) -> Any:
     """Read a few samples as what model and loss take; None if they cannot be read."""
     own = parts.dataset()
-    few = [numbers[i * (len(numbers) - 1) // (_FEW - 1)] for i in range(_FEW)]
     with suppress(Exception), _alike():  # of the script's code
-        for each, first in parts.told_epochs:
-            each.set_epoch(first)
+        for each in parts.told_epochs:
+            each.tell(0)
         return own.collate_fn([read_sample(data, i) for i in few])
     return None
 
@@ -123,9 +126,7 @@ def _read(parts: Parts, data: Any, numbers: Sequence[int]) -> Any:
 def _alike() -> Iterator[None]:
     """Draw the same random numbers at all times."""
     before = SharedGenerators()
-    random.seed(0)
-    np.random.seed(0)
-    torch.manual_seed(0)
+    seed_everything(0)
     try:
         yield
     finally:

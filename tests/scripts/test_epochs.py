@@ -1,13 +1,16 @@
 """Which samples later epochs of a script have, in the job too, and what init says of others."""
 
 import json
+import tracemalloc
 from itertools import islice
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from pipectl.capture.build import training_loader
-from pipectl.script import Command, Parts
+from pipectl.script import Command, Parts, read_again
+from pipectl.script.order import Generators, Order
 from pipectl.spec import load
 
 STEP = "criterion(model(x), y).backward(); optimizer.step(); optimizer.zero_grad()"
@@ -52,6 +55,18 @@ KINDS = {
     "a part, told": (
         f"{NUMBERED}told = Numbered()\nmade = torch.utils.data.Subset(told, range(32))",
         "told.set_epoch(epoch)",
+    ),
+    "told with more": (
+        f"{NUMBERED}class More(Numbered):\n"
+        "    def set_epoch(self, by, epoch=0, *, plus): self.epoch = by * epoch + plus\n"
+        "made = More()",
+        "made.set_epoch(2, epoch, plus=1)",
+    ),
+    "told by keywords": (
+        f"{NUMBERED}class More(Numbered):\n"
+        "    def set_epoch(self, plus, epoch): self.epoch = epoch + plus\n"
+        "made = More()",
+        "made.set_epoch(plus=3, epoch=epoch)",
     ),
     "stream, told": (f"{STREAM}made = Stream('told')", "made.set_epoch(epoch)"),
     "stream, counts": (f"{STREAM}made = Stream('counts')", ""),
@@ -243,6 +258,36 @@ def test_a_short_batch_that_a_step_accumulates_with_others_is_named(
     text = ACCUMULATES.format(count=count, drops=drops, reduction=reduction)
     differs = found_in(written(tmp_path, beginning, text)).differs
     assert any(SHORT in each.value for each in differs) == is_named
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("processes", [0, 1])
+def test_an_epoch_of_a_stream_that_waits_for_data_is_not_waited_for(
+    found_in, beginning, tmp_path, monkeypatch, processes
+):
+    """It waits in a system call, which no other thread could interrupt."""
+    monkeypatch.setattr(read_again, "_PATIENCE_S", 1.0)
+    text = (
+        "import os\nreading, writing = os.pipe()\n"
+        "class Rows(torch.utils.data.IterableDataset):\n"
+        "    def __iter__(self):\n        yield from (data[i % 32] for i in range(80))\n"
+        "        os.read(reading, 1)\n"
+        f"made = DataLoader(Rows(), batch_size=8, num_workers={processes})"
+    )
+    found = found_in(written(tmp_path, beginning, text + LOOP.format(before="pass", step=STEP)))
+    words = next(each.value for each in found.differs if each.what == "batches")
+    assert words.startswith("if the samples of an epoch are no multiple of 8")
+
+
+def test_orders_of_large_datasets_take_eight_bytes_a_sample():
+    loader = DataLoader(range(200_000), batch_size=1000)
+    tracemalloc.start()
+    try:
+        assert Order(loader, Generators(loader))(0)[-1] == 199_999
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 3 * 8 * 200_000
 
 
 @pytest.mark.parametrize(
