@@ -222,13 +222,31 @@ def user_cache(name: str) -> Path | None:
     Returns:
         None if it cannot be created, or if others could write there.
     """
+    if (base := user_place("XDG_CACHE_HOME", ".cache")) is None:
+        return None
+    directory = base / "pipectl" / name
     try:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        directory = Path(base) / "pipectl" / name
         make_private_directory(directory)
-    except (OSError, RuntimeError):  # the second if the user has no home
+    except OSError:
         return None
     return None if fault_of_owner(directory, root=False) else directory
+
+
+def user_place(variable: str, name: str) -> Path | None:
+    """Return a directory of the XDG base directories: that of a variable, which is ignored if it is
+    relative, else one in the home directory; None without that."""
+    named = Path(os.environ.get(variable, ""))
+    home = user_home()
+    return named if named.is_absolute() else home and home / name
+
+
+def user_home() -> Path | None:
+    """Return the home directory of the user; None if none is known, as of some users of
+    containers."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return None
 
 
 def is_stream(path: Path) -> bool:

@@ -15,7 +15,7 @@ from pipectl.api.run import Run, directories
 from pipectl.api.work import Progress, at_work, shown
 from pipectl.batch import LOCAL, system_of_this_node
 from pipectl.errors import DataFileError, UsageError
-from pipectl.files import read_limited
+from pipectl.files import path_of_user, read_limited
 from pipectl.jobs.job import Job as PreparedJob
 from pipectl.jobs.job import (
     change,
@@ -68,7 +68,7 @@ class Job:
         elif isinstance(spec, Mapping):
             self._changes = tuple(override_texts(spec, self._directory))
         elif spec is not None:
-            self._file = Path(spec).expanduser().absolute()
+            self._file = path_of_user(os.fspath(spec), variables=False).absolute()
             self._directory = self._file.parent
         self._changes += tuple(override_texts(changes, self._directory))
         self._scheduler = scheduler

@@ -10,6 +10,8 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
+from pipectl.files import user_home
+
 _MARKS = (".git", "pyproject.toml", "setup.py", "setup.cfg")
 """What the outermost directory of a project has."""
 _NOT_OURS = {"pyvenv.cfg", "conda-meta", "code.json"}
@@ -27,7 +29,7 @@ def python_files(directories: Iterable[Path]) -> Iterator[Path]:
     Environments, hidden directories and links to directories are left out.
     """
     left, seen = _MAX_ENTRIES, set[Path]()
-    home = Path.home()
+    home = user_home()
     waiting = deque(dict.fromkeys(map(_project_of, directories)))
     while waiting and left > 0:
         directory = waiting.popleft()
@@ -55,7 +57,7 @@ def python_files(directories: Iterable[Path]) -> Iterator[Path]:
 
 def _project_of(directory: Path) -> Path:
     """The nearest directory around a directory that is marked as a project; else itself."""
-    home = Path.home()
+    home = user_home()
     for place in (directory, *directory.parents):
         if place in (home, place.parent) or _is_for_all(place):
             break

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from pipectl.errors import Problem, SpecError, UsageError
-from pipectl.files import RUNS_VARIABLE, escape_path, expand_path
+from pipectl.files import RUNS_VARIABLE, escape_path, expand_path, user_place
 from pipectl.spec.checks import check_code, cross_check
 from pipectl.spec.document import (
     IN_PYTHON,
@@ -233,11 +233,11 @@ class SpecFile:
         return tuple(points)
 
 
-def site_files(environment: Mapping[str, str] = os.environ) -> tuple[Path, ...]:
+def site_files() -> tuple[Path, ...]:
     """The site files, weakest first: of the machine, of the user (XDG base directories)."""
-    configured = Path(environment.get("XDG_CONFIG_HOME", ""))
-    home = configured if configured.is_absolute() else Path("~/.config").expanduser()
-    return Path("/etc/pipectl/site.yaml"), home / "pipectl" / "site.yaml"
+    own = user_place("XDG_CONFIG_HOME", ".config")
+    places = (Path("/etc"), *(() if own is None else (own,)))
+    return tuple(place / "pipectl" / "site.yaml" for place in places)
 
 
 def _override(root: Node, override: str, problems: list[Problem], *, in_python: bool) -> Node:

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
+import pipectl
 from pipectl.cli import console
 from pipectl.cli.app import print_error, signals_interrupt
 from pipectl.cli.progress import Lines, progress_bar
 from pipectl.cli.search import interruptible
 from pipectl.errors import SchedulerError, UsageError
+from pipectl.files import user_cache
 from pipectl.jobs.plan_search import PlanSearch
 from pipectl.versions import installed_versions
 
@@ -246,3 +248,15 @@ def test_a_full_disk_and_a_quota_are_no_fault_of_ours(cli, finished, monkeypatch
     monkeypatch.setattr("pipectl.cli.commands.status.get_statuses", print_too_much)
     result = cli("status")
     assert (result.code, result.err) == (1, said.format("Disk quota exceeded"))
+
+
+def test_a_user_without_a_home_has_no_files_there(cli, job, monkeypatch):
+    """As in a container that runs as a number, which no file of users knows."""
+    for name in ("HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    assert cli("check", str(job)).code == 0
+    assert f"{job}:" in cli("check", str(job), "--origins").out
+    assert user_cache("rows") is None
+    with pytest.raises(UsageError, match="no home directory is known for ~"):
+        pipectl.Job("~/job.yaml")

@@ -108,10 +108,11 @@ def test_where_site_files_are_looked_for(tmp_path, minimal, monkeypatch):
     machine = Path("/etc/pipectl/site.yaml")
     user = tmp_path / ".config" / "pipectl" / "site.yaml"
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
-    assert site_files({}) == site_files({"XDG_CONFIG_HOME": "relative"}) == (machine, user)
-    configured = Path("/config/pipectl/site.yaml")
-    assert site_files({"XDG_CONFIG_HOME": "/config"}) == (machine, configured)
+    for configured in ("", "relative", "/config"):
+        monkeypatch.setenv("XDG_CONFIG_HOME", configured)
+        own = Path("/config/pipectl/site.yaml") if configured == "/config" else user
+        assert site_files() == (machine, own)
+    monkeypatch.delenv("XDG_CONFIG_HOME")
     user.parent.mkdir(parents=True)
     user.write_text("pbs: {queue: site}")
     (tmp_path / "job.yaml").write_text(minimal)

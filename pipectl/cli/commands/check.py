@@ -14,7 +14,7 @@ from rich.table import Table
 from pipectl.cli import options as opt
 from pipectl.cli.console import plain, say, say_json, short_path, show
 from pipectl.errors import UsageError
-from pipectl.files import make_directory_of, write_json
+from pipectl.files import make_directory_of, user_home, write_json
 from pipectl.spec import JobSpec, Origin, SpecFile
 from pipectl.spec.document import Place, parse_scalar, path_text
 from pipectl.spec.schema import json_schema
@@ -76,7 +76,7 @@ def _origins_table(origins: Sequence[Origin]) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     table.add_column(no_wrap=True)
-    home = f"{Path.home()}/"
+    home = user_home()
     for section, group in groupby(origins, key=lambda origin: origin.path[0]):
         keys = list(group)
         if keys[0].path[1:]:
@@ -87,7 +87,7 @@ def _origins_table(origins: Sequence[Origin]) -> Table:
             origin_text = _kind(place)
             if place is not None and place.line:
                 name = short_path(Path(place.file))
-                name = f"~/{name.removeprefix(home)}" if name.startswith(home) else name
+                name = name.replace(f"{home}/", "~/", 1) if name.startswith(f"{home}/") else name
                 origin_text = f"{name}:{place.line}"
             value = origin.value
             is_plain = isinstance(value, str) and value.isprintable()
