@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import textwrap
@@ -85,8 +86,15 @@ def warn(text: str) -> None:
 
 
 def say_json(value: Any) -> None:
-    """Print JSON on standard output. Numbers that are not finite become null."""
-    sys.stdout.write(f"{printable_json(_finite(value), indent=1)}\n")
+    """Print JSON on standard output. Numbers that are not finite become null, and what the stream
+    cannot encode is escaped: a program needs the exact text."""
+    finite = _finite(value)
+    text = printable_json(finite, indent=1)
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(finite, indent=1, allow_nan=False)
+    sys.stdout.write(f"{text}\n")
 
 
 def short_path(path: Path) -> str:

@@ -1,6 +1,8 @@
 """How commands go on and end: progress, errors, faults, signals, and output that nobody reads."""
 
 import errno
+import io
+import json
 import os
 import re
 import signal
@@ -260,3 +262,13 @@ def test_a_user_without_a_home_has_no_files_there(cli, job, monkeypatch):
     assert user_cache("rows") is None
     with pytest.raises(UsageError, match="no home directory is known for ~"):
         pipectl.Job("~/job.yaml")
+
+
+def test_json_has_the_exact_text_whatever_the_stream_can_encode(monkeypatch):
+    value = {"é\U0001f600": ["\x1b\u2028ß", None, 0.5]}
+    for encoding in ("ascii", "latin-1", "utf-8"):
+        stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="replace")
+        monkeypatch.setattr(sys, "stdout", stream)
+        console.say_json(value)
+        stream.flush()
+        assert json.loads(stream.buffer.getvalue().decode(encoding)) == value
