@@ -391,7 +391,9 @@ if ((code == 0)) && [[ -e "$PIPECTL_START/stopped" ]]; then
         # taken the job already and its answer was lost.
         submit_next() {
             qselect -N gpt-small.7f3a9c -s HQTW 2>/dev/null | grep -m 1 '^[0-9]' ||
-                qsub -C '#PBS' "$PIPECTL_RUN_DIRECTORY/job.sh"
+                # What this job has waited for is over. A server without a history would not know it,
+                # and drop a job that depends on it.
+                sed '/^#PBS -W depend=/d' "$PIPECTL_RUN_DIRECTORY/job.sh" | qsub -C '#PBS'
         }
         if next=$(ask_again submit_next); then
             write_file resubmitted "$next"

@@ -548,6 +548,24 @@ def test_a_job_of_pbs_stops_before_the_walltime_and_submits_itself_again_if_the_
     assert directory.start_of(1).resubmitted.read_text() == "12.vm\n"
 
 
+@pytest.mark.parametrize(
+    "of_job",
+    [{"after": ("4.vm",)}, {"after": ("4[].vm",)}, {"pbs": {"options": {"W": "depend=on:1"}}}],
+)
+def test_a_job_of_pbs_that_submits_itself_again_waits_for_no_other(pbs, make_request, of_job):
+    """A server without a history takes a job that depends on one that is over, and drops it."""
+    request = make_request(checkpoint=Checkpoint(max_requeues=1), **of_job)
+    (pbs.folder / "qsub").write_text("#!/bin/bash\n[[ $# == 2 ]] && cat >next.sh && echo 12.vm\n")
+    stops = "cd $PIPECTL_START; : >stop; : >stopped"
+    assert run(request, "bash", "-c", stops, scheduler="pbs")[0] == 75
+    directory = RunDirectory(request.run_directory)
+    assert directory.start.resubmitted.read_text() == "12.vm\n"
+    script, text = directory.script.read_text(), (directory.path / "next.sh").read_text()
+    (line,) = set(script.splitlines()) - set(text.splitlines())
+    assert "depend=" in line
+    assert text == script.replace(f"{line}\n", "")
+
+
 def test_a_job_of_pbs_whose_server_takes_the_next_job_without_an_answer_has_one(pbs, make_request):
     request = make_request(checkpoint=Checkpoint(max_requeues=1))
     (pbs.folder / "qsub").write_text(
