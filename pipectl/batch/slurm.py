@@ -219,7 +219,7 @@ class SlurmScheduler(CommandLineScheduler):
             return {**{job_id: unknown for job_id in over if job_id not in codes}, **states}
         for job_id in accounts.keys() & set(over):
             account, queued = accounts[job_id], states.get(job_id)
-            if queued is None and account.state.final:
+            if queued is None and not account.state.alive:
                 states[job_id] = account
             elif queued is None:
                 reason = f"no longer listed, though the accounting still says {account.state}"

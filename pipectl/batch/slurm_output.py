@@ -31,7 +31,7 @@ _STATES = {
         JobState.COMPLETING: "COMPLETING STAGE_OUT",
         JobState.COMPLETED: "COMPLETED",
         JobState.FAILED: "FAILED",
-        JobState.CANCELLED: "CANCELLED REVOKED",
+        JobState.CANCELLED: "CANCELLED",
         JobState.TIMEOUT: "TIMEOUT DEADLINE",
         JobState.NODE_FAIL: "NODE_FAIL BOOT_FAIL",
         JobState.PREEMPTED: "PREEMPTED",
@@ -40,6 +40,7 @@ _STATES = {
     for word in words.split()
 }
 _BOOTING = frozenset({"CONFIGURING", "POWER_UP_NODE"})
+_REVOKED = "revoked, because another cluster of its federation has started it"
 _RUNS = frozenset({JobState.RUNNING, JobState.SUSPENDED})
 # In these states Slurm still gives the reason for which the job waited.
 _REASON_IS_STALE = frozenset({JobState.COMPLETED, JobState.CANCELLED})
@@ -160,7 +161,7 @@ def _status(
     """Return a job's status; of the code ``code:signal``, a signal becomes 128 + signal."""
     state = parse_state(word)
     if state is JobState.UNKNOWN:
-        reason = f"Slurm calls its state {word!r}"
+        reason = _REVOKED if word == "REVOKED" else f"Slurm calls its state {word!r}"
     elif word in _BOOTING:
         reason = "nodes are booting"
     elif reason in _NO_REASON or state in _REASON_IS_STALE:
