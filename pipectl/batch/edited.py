@@ -96,9 +96,8 @@ class Edited:
             )
         if IN_JOB in ours and IN_JOB not in text:
             raise self._fault("it needs a plan, and there is none that is up to date")
-        done = process.run(["bash", "-n"], hint="install bash", stdin=text)
-        if done.returncode or done.stderr:
-            raise UsageError(f"{self.file}: not valid bash: {done.message}", hint="correct it")
+        if fault := process.fault_of_bash(text):
+            raise UsageError(f"{self.file}: not valid bash: {fault}", hint="correct it")
         return text
 
     def _directory_of(self, text: str) -> Path:

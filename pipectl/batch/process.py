@@ -115,6 +115,13 @@ def run(
     return Completed(child.returncode, stdout.rstrip(), stderr.rstrip())
 
 
+def fault_of_bash(text: str) -> str:
+    """Return what bash says of lines that it cannot read; empty if it can."""
+    env = {**os.environ, "LC_ALL": "C"}  # or it may complain of the locale
+    done = run(["bash", "-O", "extglob", "-n"], hint="install bash", env=env, stdin=text)
+    return (done.stderr or f"exit code {done.returncode}") if done.returncode or done.stderr else ""
+
+
 def search_path(*first: Path) -> dict[str, str]:
     """Return PYTHONPATH for a process with another working directory; empty if it is not needed.
 

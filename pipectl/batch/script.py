@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipectl.batch import process
 from pipectl.batch.containers import edf_of, wrap
 from pipectl.batch.launchers import (
     NOT_OF_JOBS,
@@ -28,6 +29,8 @@ from pipectl.units import first_harmful, format_clock
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+
+    from pipectl.spec.launch import Environment as SpecOfEnvironment
 
 TIGHT_HEAP = "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"
 """Makes glibc join free memory at once. By default it keeps small pieces around aligned blocks
@@ -84,6 +87,7 @@ def render_script(
             "launch.options: are for the batch system of a package",
             hint=f"write {scheduler}.options",
         )
+    _refuse_broken_lines(request.environment)
     command = launch_command(request, scheduler)
     first = wrap(request, request.first_command, scheduler) if request.first_command else ()
 
@@ -114,6 +118,21 @@ def render_script(
         **values,
     }
     return ours.render(context)
+
+
+def _refuse_broken_lines(environment: SpecOfEnvironment) -> None:
+    """Refuse shell code of the user that is not whole: what follows would become a part of it."""
+    for key in ("setup", "teardown"):
+        lines = "\n".join(getattr(environment, key))
+        fault = process.fault_of_bash(f"{lines}\n") if lines else ""
+        # The end of a group is wrong here, unless it is a word of a last line that goes on.
+        if lines and not fault and not process.fault_of_bash(f"{lines}\n}}\n"):
+            fault = "its last line is not complete"
+        if fault:
+            raise InvalidInputError(
+                f"environment.{key}: not valid bash: {fault}",
+                hint=f"correct it; lines are counted from the first of environment.{key}",
+            )
 
 
 def render_variables(request: JobRequest) -> str:

@@ -16,7 +16,7 @@ import yaml
 from pipectl.batch import get_scheduler
 from pipectl.batch.launchers import MpiChoice
 from pipectl.directives import SYNTAXES, fault_of_option
-from pipectl.errors import PipectlError, SpecError
+from pipectl.errors import InvalidInputError, PipectlError, SpecError
 from pipectl.files import escape_path
 from pipectl.jobs.job import make_job
 from pipectl.spec import load
@@ -159,6 +159,20 @@ def test_hostile_values_arrive_in_the_directives_of_both(tmp_path, nasty):
             assert [f"-{letter}", value] in pbs, (letter, value)
         lengths.add(tuple(script.count("\n") for script in scripts.values()))
     assert len(lengths) == 1
+
+
+@pytest.mark.parametrize("scheduler", ["local", "slurm", "pbs"])
+@pytest.mark.parametrize("key", ["setup", "teardown"])
+def test_shell_code_of_the_user_is_whole(monkeypatch, scheduler, key):
+    """It would take lines of the script into a text or a condition of its own."""
+    monkeypatch.setenv("LC_ALL", "there_is.none")
+    render = get_scheduler(scheduler).render
+    wrong = [("echo", "echo it's"), ("cat <<END",), ("if true; then", "echo"), ("echo )",)]
+    for lines in (*wrong, ("echo a \\",)):
+        with pytest.raises(InvalidInputError, match=rf"^environment.{key}: not valid bash: "):
+            render(make_request(Path("/runs/x"), **{key: lines}))
+    lines = ("if true; then", "shopt -s extglob", "rm -f !(a)", "fi # it's", "cat <<END\n'\nEND")
+    assert "\n".join(lines) in render(make_request(Path("/runs/x"), setup=lines))
 
 
 @pytest.mark.parametrize("value", CONTROLS)
