@@ -17,6 +17,13 @@ from pipectl.spec.document import Finding
 from pipectl.spec.launch import Pbs, Resources, Slurm
 
 _GRES = ("gres", "tres-per-task")
+_KEYS_OF_CHUNK = {
+    "ncpus": "resources.tasks_per_node and resources.cpus_per_task",
+    "mpiprocs": "resources.tasks_per_node",
+    "ompthreads": "resources.cpus_per_task",
+    "mem": "resources.memory_per_node",
+}
+"""Resources of a chunk that pipectl writes, and the keys that they follow from."""
 _GPU_OPTIONS = {
     "gres": "node", "gpus-per-node": "node", "gpus": "job", "G": "job", "gpus-per-task": "task",
     "tres-per-task": "task", "gpus-per-socket": "socket",
@@ -55,13 +62,19 @@ def check_slurm_gpus(slurm: Slurm, resources: Resources) -> Iterator[Finding]:
 
 
 def check_select(pbs: Pbs, resources: Resources) -> Iterator[Finding]:
-    """Chunks of PBS that are not the nodes of the job."""
+    """Chunks of PBS that are not the nodes of the job, or that would have a resource twice."""
     if pbs.select and (count := SELECT_COUNT.match(pbs.select)):
         if "+" in pbs.select:
             yield ("pbs", "select"), "has several kinds of chunks, but all nodes of a job are alike"
         elif int(count[1]) != resources.max_nodes:
             fault = f"asks for {count[1]} chunks, but each node is one, and resources.nodes is"
             yield ("pbs", "select"), f"{fault} {resources.max_nodes}"
+        return
+    names = {part.partition("=")[0].lower() for part in (pbs.select or "").split(":")}
+    names -= {"mem"} if resources.memory_per_node is None else set()
+    for name in sorted(names & _KEYS_OF_CHUNK.keys()):
+        hint = f"set {_KEYS_OF_CHUNK[name]}, or write all of `-l select`, such as 2:ncpus=64"
+        yield ("pbs", "select"), f"{name} is asked for by resources already; {hint}"
 
 
 def check_pbs_gpus(pbs: Pbs, resources: Resources) -> Iterator[Finding]:
