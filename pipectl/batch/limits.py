@@ -66,6 +66,11 @@ class Queue:
         return not self.kinds or _count(self.kinds) > 0
 
     @property
+    def is_usable(self) -> bool:
+        """Whether this user can run jobs there at present, as far as known."""
+        return self.open and self.for_user and self.has_nodes
+
+    @property
     def cores(self) -> int:
         """Cores per node; the minimum if nodes differ."""
         return min((kind.cores for kind in self.kinds), default=0)
@@ -215,8 +220,7 @@ def check_limits(
         which = " and ".join(queue.name for queue in meant)
         are, they_open = ("is", "it opens") if len(meant) == 1 else ("are", "one opens")
         return f"{which} {are} closed at present: the job waits until {they_open}"
-    usable = [queue for queue in queues if queue.open and queue.for_user]
-    usable = [queue for queue in usable if queue.has_nodes]
+    usable = [queue for queue in queues if queue.is_usable]
     fitting = [queue.name for queue in usable if find_misfit(queue, demand) is None]
     fault = "; ".join(misfit.fault for misfit in misfits)
     hint = " or ".join(dict.fromkeys(misfit.hint for misfit in misfits))

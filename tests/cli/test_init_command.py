@@ -54,6 +54,9 @@ CLUSTERS = {
     "gpus": "gpus*|1:00:00|4|32|64000|gpu:a100:4|up|1-infinite",
     "gpu": "gpus*|1:00:00|4|32|64000|gpu:1|up|1-infinite",
     "hostile": 'a"}: {b,#*|1:00:00|1|2|9000|(null)|up|1-infinite',
+    "others": "root*|1:00:00|4|8|64000|(null)|up|1-infinite|yes|all\n"
+    "empty|1:00:00|0|8|64000|(null)|up|1-infinite|no|all\n"
+    "ours|30:00|4|8|16000|(null)|up|1-infinite|no|all",
     "down": "sinfo: error: no controller",
 }
 """What `sinfo` prints."""
@@ -61,7 +64,7 @@ SECTIONS = r"name|pipeline|resources|slurm|pbs|launch|output|# .*: \d+ nodes"
 LINES = [
     *("tiny", "big", "two", "two --partition long", "gpus", "gpu", "hostile"),
     *("hostile --scheduler local", "down --partition any", "down --scheduler slurm"),
-    *("CPU gpus", "PBS"),
+    *("CPU gpus", "PBS", "others"),
 ]
 """A cluster and options; after CPU, with a torch without GPUs."""
 

@@ -281,10 +281,10 @@ def _seen_from(directory: Path, text: str) -> str:
 
 
 def _choose_queue(queues: Sequence[Queue], name: str | None) -> Queue:
-    """The partition or queue with the name, else the default one if it is open, else the first open
-    one; without a name if no queue is known."""
+    """The partition or queue with the name, else the default one if this user can run jobs there,
+    else the first where he can; without a name if no queue is known."""
     by_name = {queue.name: queue for queue in queues}
-    ready = [queue for queue in queues if queue.open]
+    ready = [queue for queue in queues if queue.is_usable]
     queue = next((queue for queue in ready if queue.default), ready[0] if ready else Queue(""))
     if name is None:
         return queue
