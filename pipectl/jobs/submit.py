@@ -21,7 +21,14 @@ from pipectl.batch.edited import Edited
 from pipectl.batch.process import NoAnswerError
 from pipectl.batch.script import render_variables
 from pipectl.errors import PipectlError, UsageError
-from pipectl.files import make_private_directory, write_text
+from pipectl.files import (
+    MAX_BYTES,
+    is_there,
+    make_private_directory,
+    read_limited,
+    replace_file,
+    write_text,
+)
 from pipectl.jobs.environment import describe_environment, find_repository
 from pipectl.jobs.job import Job
 from pipectl.jobs.recover import refuse_duplicate
@@ -127,7 +134,7 @@ class Rollback:
 
     Args:
         created: new directories, which are removed.
-        rewritten: files that get their earlier text, in their directory; new ones are removed.
+        rewritten: files that get their earlier content, in their directory; new ones are removed.
         moved: new path by old path of files, which are moved back.
 
     Attributes:
@@ -140,9 +147,8 @@ class Rollback:
     scheduler_called: bool = field(default=False, init=False)
 
     def __enter__(self) -> Rollback:
-        self._texts = {
-            path: path.read_text(encoding="utf-8") for path in self.rewritten if path.exists()
-        }
+        there = filter(is_there, self.rewritten)
+        self._contents = {path: read_limited(path, MAX_BYTES) for path in there}
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
@@ -155,18 +161,17 @@ class Rollback:
             with suppress(OSError):
                 place.replace(path)
                 place.parent.rmdir()  # once it is empty
-        texts = self._texts
-        for path in set(self.rewritten) - texts.keys():
+        contents = self._contents
+        for path in set(self.rewritten) - contents.keys():
             with suppress(OSError):
                 path.unlink(missing_ok=True)
         # Files that still exist come first: on a full disk, they free the space that others need.
-        for path in sorted(texts, key=lambda path: not path.exists()):
-            with suppress(UsageError, OSError):
-                if not path.exists():
-                    make_private_directory(path.parent)
-                    write_text(path, texts[path], mode=_PRIVATE)
-                elif path.read_text(encoding="utf-8") != texts[path]:
-                    write_text(path, texts[path], mode=path.stat().st_mode & 0o777)
+        for path in sorted(contents, key=lambda path: not path.exists()):
+            with suppress(OSError):
+                mode = path.stat().st_mode & 0o777 if path.exists() else _PRIVATE
+                make_private_directory(path.parent)
+                if not path.exists() or read_limited(path, MAX_BYTES) != contents[path]:
+                    replace_file(path, contents[path], mode, durable=True)
 
 
 def submit(

@@ -418,8 +418,10 @@ def test_a_resume_that_is_refused_leaves_the_plans_of_a_range_of_nodes(
     assert cli("cancel", run.name).code == 0
     run.start.begun.touch()
     run.start.exit_code.write_text("1\n")
+    run.predicted.write_bytes(b"\xff")  # damaged, and not needed
     refusal = "Batch job submission failed: Invalid partition name specified"
     program("sbatch", f"echo 'sbatch: error: {refusal}' >&2; exit 1")
     result = cli("resume", "last", "--set", f"resources.nodes={nodes}")
     assert result.code == 5, result.err
     assert {path: path.read_text() for path in run.range.iterdir()} == before
+    assert run.predicted.read_bytes() == b"\xff"
