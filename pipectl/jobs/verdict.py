@@ -32,6 +32,12 @@ _SIGNALS = {
     153: " (SIGXFSZ: the size of files was limited, see `ulimit -f`)",
 }
 """What exit codes of a job script mean."""
+_LATE_S = 60.0
+"""How late a network file system may show files."""
+_NO_SCRIPT = (
+    "it ended without an error, but its script never began: a file that login shells read, such as "
+    "~/.bash_profile, may end them (`exit`, `exec`)"
+)
 _NOT_STARTED = 128 + 53
 """Exit code of a job in Slurm's accounting whose script could not be started."""
 
@@ -65,6 +71,8 @@ def find_job_status(
         why = f" ({job.reason})" if job.reason else ""
         reason = f"{node} could not start the job script{why}"
         return replace(job, reason=reason, hint=f"check that it has the directory {start.run.path}")
+    if code is None and job.state is JobState.COMPLETED and not is_there(start.begun):
+        return _judge_without_script(job, record, now)
     if job.state is JobState.PREEMPTED and (error := read_requeue_error(start)):
         return replace(job, reason=f"{job.reason}; it could not be started again: {error}")
     return job
@@ -74,6 +82,15 @@ def _never_began(start: StartDirectory, job: JobStatus) -> bool:
     """Whether Slurm could not start the script: it says the same of one that a signal has ended."""
     is_said = job.reason.startswith("JobLaunchFailure") or job.exit_code == _NOT_STARTED
     return job.state is JobState.FAILED and is_said and not is_there(start.begun)
+
+
+def _judge_without_script(job: JobStatus, record: Record, now: float) -> JobStatus:
+    """The state of a job that has ended well, and of whose script there is no file."""
+    if now - (job.end or record.submitted_at) < _LATE_S:
+        reason = "it is over, and the files of its script are not there yet"
+        return replace(job, state=JobState.COMPLETING, reason=reason, exit_code=None, end=None)
+    hint = "`bash -l -c 'echo it runs'` prints nothing if one does"
+    return replace(job, state=JobState.FAILED, reason=_NO_SCRIPT, exit_code=None, hint=hint)
 
 
 def decide_state(

@@ -168,6 +168,22 @@ def test_a_cluster_that_does_not_answer_hides_no_job_of_another(run, schedulers)
     assert (theirs.job.state, theirs.query_error) == (JobState.UNKNOWN, "squeue: no answer")
 
 
+def test_a_job_has_not_completed_whose_script_never_began(run, schedulers):
+    """A file that login shells read may end them without an error; others may see files late."""
+    one, slurm = run("7"), schedulers["slurm"]
+    slurm.state, end = JobState.COMPLETED, SUBMITTED + 600
+    slurm.query = lambda ids, *, since: {"7": JobStatus(slurm.state, exit_code=0, end=end)}
+
+    def job(now):
+        return Poller().get_statuses([one], now)[0].job
+
+    assert job(end + 59).state is JobState.COMPLETING
+    assert (job(end + 61).state, job(end + 61).exit_code) == (JobState.FAILED, None)
+    assert "~/.bash_profile" in job(end + 61).reason
+    one.start.begun.touch()
+    assert job(end + 61).state is JobState.COMPLETED
+
+
 @pytest.mark.parametrize(
     ("job_ids", "file", "patience_s", "verdict"),
     [
