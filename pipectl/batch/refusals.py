@@ -125,6 +125,16 @@ SLURM_ADVICE: Advice = (
         "or run on this machine with --scheduler local",
     ),
     (
+        "job array specification",
+        "the site's job arrays are smaller: `scontrol show config` says MaxArraySize;\n"
+        "divide the sweep, or submit its points one by one with --set",
+    ),
+    (
+        "maxsubmit",
+        "wait until some of your jobs have ended, or divide the sweep;\n"
+        "`sacctmgr show qos` lists the limits",
+    ),
+    (
         "accounting/qos policy",
         "lower resources or resources.walltime, or set slurm.options.qos or slurm.account\n"
         "to one with other limits; `sacctmgr show qos` lists the limits",
@@ -220,6 +230,16 @@ PBS_ADVICE: Advice = (
     ("-lselect", _TOTALS),
     ("-l ncpus", _TOTALS),
     ("-lncpus", _TOTALS),
+    ("array job exceeds", "the site's job arrays are smaller: divide the sweep"),
+    *(
+        (
+            words,
+            "wait until some of your jobs have ended, or set pbs.queue to one with room;\n"
+            "`qstat -Qf` shows the limits",
+        )
+        for words in ("maximum number of jobs", "would exceed")
+    ),
+    ("resource limits", "lower resources or resources.walltime; `qstat -Qf` shows the limits"),
     ("queue", "set pbs.queue; `qstat -Q` lists what there is"),
     ("account", "set pbs.account, or pbs.options.P if the site charges projects"),
     ("project", "set pbs.options.P"),
