@@ -8,9 +8,11 @@ from pathlib import Path
 import typer
 
 from pipectl.cli import options as opt
+from pipectl.cli.app import print_error
 from pipectl.cli.console import say
+from pipectl.errors import PipectlError
 from pipectl.jobs.cancel import cancel, cancel_sweep
-from pipectl.runs import RunDirectory, find
+from pipectl.runs import RunDirectory, SweepDirectory, find
 
 
 def command(
@@ -19,9 +21,21 @@ def command(
     ),
     directory: Path = opt.DIRECTORY,
 ) -> None:
+    failed: list[PipectlError] = []
     for one in [find(directory, name) for name in names]:
-        if isinstance(one, RunDirectory):
-            say(cancel(one, time.time()).value.format(run=one.name))
-        else:
-            count = cancel_sweep(one, time.time())
-            say(f"cancelled: {count} of the {len(one.runs())} runs of {one.name}")
+        try:
+            _cancel(one)
+        except PipectlError as error:  # the others are not left running
+            failed.append(error)
+    for each in failed[:-1]:
+        print_error(each)
+    if failed:
+        raise failed[-1]
+
+
+def _cancel(one: RunDirectory | SweepDirectory) -> None:
+    if isinstance(one, RunDirectory):
+        say(cancel(one, time.time()).value.format(run=one.name))
+    else:
+        count = cancel_sweep(one, time.time())
+        say(f"cancelled: {count} of the {len(one.runs())} runs of {one.name}")
