@@ -151,6 +151,11 @@ run_ranks() {
     await
     code=$?
     kill -s KILL "${helpers[@]}" 2>/dev/null
+    # A launcher that starts nothing, because of an option of the user, say, may end without an error.
+    if ((code == 0)) && { : <"$PIPECTL_START/starting"; } 2>/dev/null; then
+        report_start 0
+        return 1
+    fi
     settle "$code"
 }
 # MPICH waits forever for a process that ends before MPI has begun in it. One has ended if its proxy

@@ -244,6 +244,11 @@ run_ranks() {
     await
     code=$?
     kill -s KILL "${helpers[@]}" 2>/dev/null
+    # A launcher that starts nothing, because of an option of the user, say, may end without an error.
+    if ((code == 0)) && { : <"$PIPECTL_START/starting"; } 2>/dev/null; then
+        report_start 0
+        return 1
+    fi
     settle "$code"
 }
 # MPICH waits forever for a process that ends before MPI has begun in it. One has ended if its proxy
@@ -391,9 +396,9 @@ if ((code == 0)) && [[ -e "$PIPECTL_START/stopped" ]]; then
         # taken the job already and its answer was lost.
         submit_next() {
             qselect -N gpt-small.7f3a9c -s HQTW 2>/dev/null | grep -m 1 '^[0-9]' ||
-                # What this job has waited for is over. A server without a history would not know it,
-                # and drop a job that depends on it.
-                sed '/^#PBS -W depend=/d' "$PIPECTL_RUN_DIRECTORY/job.sh" | qsub -C '#PBS'
+                # What this job has waited for is over: a server without a history would not know it, and
+                # drop a job that waits for it.
+                sed "/^#PBS -W '*depend=/d" "$PIPECTL_RUN_DIRECTORY/job.sh" | qsub -C '#PBS'
         }
         if next=$(ask_again submit_next); then
             write_file resubmitted "$next"

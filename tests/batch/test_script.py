@@ -175,6 +175,21 @@ def test_why_no_rank_has_begun(make_request, printed, then, message):
     assert found == ([] if message is None else [(where, f"no rank has begun{message}")])
 
 
+def test_a_launcher_that_starts_nothing_has_failed_though_it_says_nothing_of_it(make_request):
+    request = make_request(command=("python", "-m", "mpi4py", "-m", "x"), args=("--help",))
+    launcher = request.run_directory.parent / "mpiexec"
+    request = change(request, mpiexec=str(launcher))
+    for begins, code in (("", 1), ("rm $PIPECTL_START/starting", 0)):
+        launcher.write_text(f"#!/bin/bash\necho Usage: mpiexec\n{begins}\n")
+        launcher.chmod(0o755)
+        script, start = write_script(request), RunDirectory(request.run_directory).start
+        with start.run.job_log.open("w") as log:
+            done = subprocess.run(["bash", script], stdout=log, stderr=log, check=False)
+        assert done.returncode == code
+        said = [error.message for error in read_errors(RunDirectory(request.run_directory).start)]
+        assert said == (["no rank has begun: exit code 0\nUsage: mpiexec"] if code else [])
+
+
 @pytest.mark.mpi
 def test_an_mpiexec_that_waits_for_a_process_that_has_ended_is_ended(make_request, mpiexec):
     rank = "((PMI_RANK)) && exec sleep 300; exit 3"

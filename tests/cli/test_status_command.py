@@ -191,6 +191,7 @@ LOCAL_JOB = """\
 [ "$1" = --version ] && exit 1
 while [ "$1" != --run ]; do shift; done
 run=$2
+rm $PIPECTL_START/starting
 echo '{"attempt":1,"step":1,"steps":4,"time":0,"loss":2.5,"step_time_s":0.1}' > $run/metrics.jsonl
 """
 

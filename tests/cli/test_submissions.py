@@ -273,6 +273,7 @@ RANKS = """\
 [[ $1 == --version ]] && exit 1
 while [[ $1 != --run ]]; do shift; done
 : >$2/started
+rm $PIPECTL_START/starting
 until [[ -e $2/go ]]; do sleep 0.05; done
 """
 

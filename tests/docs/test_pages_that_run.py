@@ -164,6 +164,7 @@ exit 0
 """Its pretended commands, whose jobs are processes."""
 RANKS = """#!/bin/bash
 [[ $1 == --version ]] && exit
+rm "$PIPECTL_START/starting"
 until [[ -e go || -s stop ]]; do sleep 0.02; done
 [[ -e go ]] && echo "the ranks have trained" && exit
 touch stopped
