@@ -8,6 +8,7 @@ iterable data, on the position of the micro-batch in the run.
 
 from __future__ import annotations
 
+import os
 import random
 import re
 from collections import deque
@@ -16,6 +17,8 @@ from contextlib import contextmanager
 from copy import copy
 from functools import cached_property
 from itertools import chain, count, islice
+from multiprocessing.util import get_temp_dir
+from tempfile import gettempdir
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -28,7 +31,7 @@ from pipectl.capture.batch import split_sample
 from pipectl.capture.buckets import Buckets, length_of_sample
 from pipectl.capture.factories import call
 from pipectl.capture.randomness import seed_of
-from pipectl.errors import CaptureError, WorkerError
+from pipectl.errors import CaptureError, InvalidInputError, WorkerError
 from pipectl.faults import user_line_in
 from pipectl.objects import Kept
 from pipectl.torch_api import read_sample
@@ -41,6 +44,8 @@ _IN_PROCESS = re.compile(r"Caught \S+ in DataLoader worker process \d+\.\n")
 _AFTER_FRAMES = re.compile(r"\n[ \t].*\n(?=\S)")
 _PROCESS_ENDED = "DataLoader worker (pid"
 """How torch's errors of loading processes begin, and the end of the tracebacks in them."""
+_MAX_DIRECTORY = 107 - len("/listener-12345678")
+"""Bytes of the path of a directory with sockets of processes, see unix(7)."""
 _ITERATORS = ("builtins", "itertools")
 """Modules of what goes through something once: generators, map, zip and the like."""
 
@@ -455,7 +460,10 @@ def _loaded(batches: Iterable[Any]) -> Iterator[Any]:
     Raises:
         WorkerError: the user's code raised in a loading process, or the process ended.
         CaptureError: samples cannot be collated there.
+        InvalidInputError: loading processes cannot send anything.
     """
+    if getattr(batches, "num_workers", 0):
+        _refuse_long_directory()
     try:
         yield from batches
     except Exception as error:
@@ -473,6 +481,17 @@ def _loaded(batches: Iterable[Any]) -> Iterator[Any]:
             f"data: a loading process raised {what}{user_line_in(text)}",
             hint="data.workers: 0 loads in the rank itself, to see more",
         ) from error
+
+
+def _refuse_long_directory() -> None:
+    """Refuse a directory in which processes cannot have sockets: they would wait for ever."""
+    if len(os.fsencode(get_temp_dir())) > _MAX_DIRECTORY:
+        most = _MAX_DIRECTORY - len("/pymp-12345678")
+        raise InvalidInputError(
+            f"data.workers: processes have sockets in TMPDIR, whose path may have {most} bytes at "
+            f"most: {gettempdir()}",
+            hint="set a shorter one: environment.variables: {TMPDIR: /tmp}",
+        )
 
 
 def _seed(value: int) -> None:

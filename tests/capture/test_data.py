@@ -7,6 +7,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from itertools import islice, pairwise
+from multiprocessing import current_process
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from pipectl.capture.data import Loader, Samples, check_dataset
 from pipectl.capture.model_with_loss import loss_of_outputs
 from pipectl.capture.shares import target_weight
 from pipectl.capture.slices import Span
-from pipectl.errors import CaptureError, PipectlError, WorkerError
+from pipectl.errors import CaptureError, InvalidInputError, PipectlError, WorkerError
 from pipectl.faults import is_ours
 
 EQUALITY = Path(__file__).parents[1] / "equality" / "models.py"
@@ -135,6 +136,16 @@ def test_an_error_in_a_loading_process_is_the_users(
     if how == "raises":
         with pytest.raises(CaptureError, match=f"^data: sample 3: {PLACE}"):
             loader.example(4)
+
+
+def test_a_directory_in_which_processes_cannot_have_sockets_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They would wait for ever."""
+    monkeypatch.setitem(vars(current_process())["_config"], "tempdir", f"/{'x' * 90}")
+    with pytest.raises(InvalidInputError, match=r"^data\.workers: .* TMPDIR"):
+        taken(Loader(Mapped(), seed=1, workers=1, batch_size=4), 1, 1)
+    assert taken(Loader(Mapped(), seed=1, batch_size=4), 1, 1)
 
 
 @pytest.mark.parametrize("dataset", [Stream(), Plain()], ids=["torch", "plain"])
