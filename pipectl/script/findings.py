@@ -404,12 +404,16 @@ def _words_of_rest(parts: Parts, found: Findings) -> str:
         words[0] += ": the script makes no step of those that are left, and the job leaves them "
         words[0] += "out (data.drop_last: true); gradients of them that the script does not drop "
         return f"{words[0]}are in its next step, and not in that of the job"
-    if left:
+    if left and _fills_from_next_epoch(parts):
+        words[0] += ": the script fills the last step of an epoch from the next one, and the job "
+        words[0] += "does not: all later batches are others than in the script; let an epoch have "
+        words[0] += "a multiple (by a torch.utils.data.Subset of the dataset, say)"
+    elif left:
         words[0] += ": the last step of an epoch takes those that are left, by their mean, and its "
         words[0] += "loss may be another one than in the script"
-    if left and parts.steps_rest is None:
-        words[0] += "; if the script makes no step of them, set data.drop_last: true, and "
-        words[0] += "training.steps"
+        if parts.steps_rest is None:
+            words[0] += "; if the script makes no step of them, set data.drop_last: true, and "
+            words[0] += "training.steps"
     size = _samples_of_last(parts)
     if left != 1 and size < parts.batch_size and "weight" not in found.loss:
         words.append(
@@ -418,6 +422,12 @@ def _words_of_rest(parts: Parts, found: Findings) -> str:
             "DataLoader"
         )
     return "; and ".join(words)
+
+
+def _fills_from_next_epoch(parts: Parts) -> bool:
+    """Whether the script takes the batches of a step one by one, as ``next(batches)`` does."""
+    loops, data = loops_around(parts.seen.frames), parts.loading.places
+    return parts.steps_rest is None and not any(is_over_data(each, data) for each in loops)
 
 
 def _samples_of_last(parts: Parts) -> int:

@@ -190,4 +190,5 @@ def _length(held: Any) -> int | None:
         return batches_of(held)
     with suppress(Exception):  # of the user's code
         return len(held)
-    return None
+    is_bar = type(held).__module__.startswith("click.")  # click.progressbar(range(n))
+    return getattr(held, "length", None) if is_bar else None

@@ -455,6 +455,32 @@ def test_batches_left_at_the_end_of_an_epoch_are_a_step_as_in_the_script(
         schedules.step()
 
 
+@pytest.mark.parametrize(
+    "read",
+    [
+        "x, y = next(batches)",
+        "try: x, y = next(batches)\n"
+        "        except StopIteration:\n"
+        "            batches = iter(loader)\n            x, y = next(batches)",
+    ],
+    ids=["endless", "begun again"],
+)
+def test_a_step_that_goes_on_in_the_next_epoch_is_named(found_in, beginning, tmp_path, read):
+    text = (
+        "loader = DataLoader(data, 3, shuffle=True)\ndef endless():\n    while True:\n"
+        f"        yield from loader\nbatches = {'iter(loader)' if 'try' in read else 'endless()'}\n"
+        "for step in range(9):\n    for part in range(2):\n"
+        f"        {read}\n        criterion(model(x), y).backward()\n"
+        f"    optimizer.step(); optimizer.zero_grad()\n"
+    )
+    (tmp_path / "script.py").write_text(f"{beginning}{text}")
+    (found,) = found_in(Command(str(tmp_path / "script.py"))).differs
+    assert (found.what, "fills the last step of an epoch from" in found.value) == (
+        "accumulation",
+        True,
+    )
+
+
 def test_schedules_of_epochs_follow_the_epochs_of_the_job(beginning, tmp_path):
     """Which divides the samples as its keys say."""
     text = f"{SCHEDULE}for epoch in range(2):\n    for x, y in loader:\n        {{step}}\n"
