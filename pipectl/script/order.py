@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager, nullcontext, suppress
 from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 from inspect import isgeneratorfunction, signature
 from itertools import islice
 from pathlib import Path as Directory
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from pipectl.errors import CaptureError
@@ -119,6 +121,8 @@ class Generators:
         samplers = samplers_of(loader)
         self._own = Kept(loader.generator, *samplers, besides=[loader.dataset])
         self.shared = SharedGenerators()
+        self.state = None if loader.generator is None else loader.generator.get_state()
+        """Of the loader's own generator."""
 
     def restore(self) -> None:
         """Set all back to that time."""
@@ -211,19 +215,30 @@ class Order:
 
         None if there are too many to count, or others than samplers and loaders draw.
         """
-        before = SharedGenerators()
+        before = Generators(self._loader)
         self(0)
-        is_fresh = self._drawn == 0
+        is_fresh, own = self._drawn == 0, self._generator
         self._next.restore()
         try:
             for count in range(_MOST_DRAWN if is_fresh else 0):
-                if not start.shared.have_drawn():
-                    is_drawn = start.is_iterated and self._loader.generator is None
-                    return count - (_OF_ITERATOR if is_drawn else 0)
-                draw(1)
+                if start.shared.have_drawn() if own is None else self._differs(start.state):
+                    draw(1, own)
+                    continue
+                is_drawn = start.is_iterated and own is self._loader.generator
+                return count - (_OF_ITERATOR if is_drawn else 0)
             return None
         finally:
             before.restore()
+
+    @cached_property
+    def _generator(self) -> torch.Generator | None:
+        """That of the loader, if the order follows it alone; None for the shared one."""
+        own = self._loader.generator
+        return None if own is None or self.follows_shared_generators() else own
+
+    def _differs(self, state: Tensor | None) -> bool:
+        assert self._loader.generator is not None
+        return state is None or not torch.equal(self._loader.generator.get_state(), state)
 
     def follows_shared_generators(self) -> bool:
         """Whether the order of an epoch depends on the random numbers that all share."""
@@ -242,11 +257,13 @@ class Order:
         self._next.restore()
         try:
             if self._drawn == 0 or not self._is_long:
-                draw(self._between if self._drawn else 0)
+                if self._drawn and self._between:
+                    draw(self._between, self._generator)
                 for told in self._told:
                     told.tell(self._drawn)
                 self._batches = iter(self._loader.batch_sampler or ())
-                if not self._next.is_iterated:  # as an iterator of the loader for its processes
+                stays = self._drawn > 0 and keeps_processes(self._loader)
+                if not (stays or self._next.is_iterated):  # as an iterator of the loader does
                     draw(_OF_ITERATOR, self._loader.generator)
             limit = _PART if self._is_long else None
             sizes, indices = array("q"), array("q")
@@ -278,6 +295,11 @@ class Order:
                 hint="let it give as many in every epoch",
             )
         return indices
+
+
+def keeps_processes(loader: DataLoader[Any]) -> bool:
+    """Whether one iterator of a loader, with its processes, reads all epochs."""
+    return loader.persistent_workers and loader.num_workers > 0
 
 
 def draw(count: int, generator: torch.Generator | None = None) -> None:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from pipectl.errors import CaptureError
 from pipectl.script.hooks import Seen
-from pipectl.script.order import SharedGenerators, draws_samples, samplers_of
+from pipectl.script.order import SharedGenerators, draws_samples, keeps_processes, samplers_of
 from pipectl.script.parts import Parts
 from pipectl.script.program import name_of, reach
 from pipectl.script.recorder import Recording
@@ -47,6 +47,11 @@ _CHANGED = (
 _IN_STEPS = (
     "it draws random numbers in its steps or evaluations (dropout, noise), or its sampler draws "
     "them batch by batch"
+)
+_ONCE = (
+    "it reads other data by a DataLoader with persistent_workers, which draws a random number only "
+    "when it is read for the first time (leave persistent_workers out of that one, or give the "
+    "DataLoader of the training a generator of its own)"
 )
 _PATIENCE_S = 5.0
 """For an epoch of a stream."""
@@ -105,17 +110,28 @@ def read_again(parts: Parts, steps: Sequence[Step]) -> Read:
         read = Read(words) if words else _compared(parts, steps, is_stream=is_stream)
         if is_stream:
             return read._replace(rest=_rest_of(parts, len(steps[0].recordings)))
-        is_later = steps[-1].epoch > 1 and not read.reorders
-        if is_later and parts.seen.draws_between_batches and _follows_shared(parts):
-            return read._replace(reorders=_IN_STEPS)
+        if steps[-1].epoch > 1 and not read.reorders:
+            return read._replace(reorders=_of_later_epochs(parts))
         return read
     finally:
         generators.restore()
         parts.loading.data.restore()
 
 
-def _follows_shared(parts: Parts) -> bool:
-    return bool(parts.dataset().order.follows_shared_generators())
+def _of_later_epochs(parts: Parts) -> str:
+    """Why the order of epochs that are not read here is another one; empty if it is not."""
+    seen, own = parts.seen, parts.loader.generator
+    known = {id(x.loader) for x in seen.loadings.values() if x.begun_after < seen.shortened}
+    once = any(
+        keeps_processes(each.loader) and each.loader.generator is own and key not in known
+        for key, each in seen.evaluated.items()
+    )
+    if not (once or seen.draws_between_batches):
+        return ""
+    follows_shared = parts.dataset().order.follows_shared_generators()
+    if seen.draws_between_batches and follows_shared:
+        return _IN_STEPS
+    return _ONCE if once and (follows_shared or own is not None) else ""
 
 
 def _compared(parts: Parts, steps: Sequence[Step], *, is_stream: bool) -> Read:

@@ -165,14 +165,32 @@ EPOCHS = (
 EVALUATION = "    with torch.no_grad():\n        for x, y in held_out: criterion(model(x), y)\n"
 
 
+OWN = "own = torch.Generator().manual_seed(5)\n"
+STAYS = "num_workers=1, persistent_workers=True"
+
+
 @pytest.mark.parametrize("more", ["", EVALUATION, EVALUATION + EVALUATION])
+@pytest.mark.parametrize(
+    ("options", "others"),
+    [
+        ("", ""),
+        ("generator=own", ""),
+        ("generator=own", "generator=own"),
+        (STAYS, ""),
+        (f"generator=own, {STAYS}", "generator=own"),
+    ],
+    ids=["shared", "own", "own of both", "processes stay", "own, and processes stay"],
+)
 def test_later_epochs_have_the_scripts_order_whatever_it_reads_in_between(
-    beginning, tmp_path, more
+    beginning, tmp_path, more, options, others
 ):
     """To read other data draws random numbers, too."""
-    command = written(tmp_path, beginning, f"read = []\n{EPOCHS}{more}")
+    text = EPOCHS.replace("batch_size=8)", f"batch_size=8, {others})")
+    text = f"{OWN}loader = DataLoader(data, 8, shuffle=True, {options})\n{text}"
+    command = written(tmp_path, beginning, f"read = []\n{text}{more}")
     compared = compare_steps(command)
-    assert (compared.drawn_between_epochs > 0) == bool(more)
+    is_counted = bool(more) and ("own" in options) == ("own" in others)
+    assert (compared.drawn_between_epochs > 0) == is_counted
     assert not compared.reorders
     space: dict[str, list[torch.Tensor]] = {}
     exec((tmp_path / "script.py").read_text(), space)
@@ -181,6 +199,12 @@ def test_later_epochs_have_the_scripts_order_whatever_it_reads_in_between(
     data = Parts.of(command).dataset()
     for epoch in (0, 2, 1):
         assert [float(data[i][0][0]) for i in data.order(epoch)] == wanted[epoch].tolist()
+
+
+def test_what_is_drawn_only_once_is_named(found_in, beginning, tmp_path):
+    text = EPOCHS.replace("batch_size=8)", f"batch_size=8, {STAYS})")
+    (found,) = found_in(written(tmp_path, beginning, f"read = []\n{text}{EVALUATION}")).differs
+    assert (found.what, "persistent_workers" in found.value) == ("order", True)
 
 
 def test_another_order_of_later_epochs_is_named(found_in, beginning, tmp_path):
