@@ -7,12 +7,11 @@ torch 2.8 to 2.15.
 
 from __future__ import annotations
 
-import sys
 import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -653,8 +652,6 @@ def uncompiled() -> AbstractContextManager[Any]:
     Where a mode sees the operators, it would give up its code for good: every later call of
     ``torch.cond`` in the process would fail.
     """
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
     context: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return context
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -340,6 +342,17 @@ def test_branches_under_a_mode_that_sees_operators_leave_later_ones_as_they_are(
     with api.uncompiled(), Mode():
         assert torch.equal(choose(x), expected)
     assert torch.equal(choose(x), expected)
+
+
+def test_nothing_is_compiled_even_if_the_compiler_is_not_loaded_yet() -> None:
+    code = (
+        "import torch; from pipectl.torch_api import uncompiled; seen = []\n"
+        "def backend(graph, _): seen.append(graph); return graph.forward\n"
+        "with uncompiled(): torch.compile(torch.sin, backend=backend)(torch.ones(2))\n"
+        "print(len(seen))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "0\n"
 
 
 def test_an_export_shows_regions_and_gives_the_states_of_lstms_their_sizes() -> None:
