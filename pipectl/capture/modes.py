@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipectl.capture.model_with_loss import own_name
 from pipectl.capture.operators import written_tensors
-from pipectl.capture.python_state import entries_of, items_of, name_of_state, plain_tensors
+from pipectl.capture.python_state import entries_of, items_of, name_of_state
 from pipectl.capture.refusals import Refusal, place_of
 from pipectl.capture.tensors import storage_of, tensors_in
 from pipectl.objects import CONTAINERS, restore_of
@@ -28,13 +28,13 @@ def set_mode(wrapper: nn.Module, *, training: bool) -> None:
         RefusedError: this writes a tensor that a module has, or gives a module a tensor. All
             tensors are as before.
     """
+    items = [*items_of(wrapper)]
     tensors = {
         **dict(wrapper.named_parameters()),
         **dict(wrapper.named_buffers()),
-        **plain_tensors(wrapper),
+        **{each.name.lstrip("."): each.value for each in items if isinstance(each.value, Tensor)},
     }
     watch = _Writes({storage_of(t): n for n, t in tensors.items() if t.layout is torch.strided})
-    items = [*items_of(wrapper)]
     before = entries_of(items)
     restores = [restore_of(each.value) for each in items if type(each.value) in CONTAINERS]
     try:
