@@ -5,16 +5,13 @@ The sequence length is free too, if sequences are padded to several lengths.
 
 from __future__ import annotations
 
-import hashlib
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 
@@ -36,7 +33,15 @@ from pipectl.capture.leaves import (
 from pipectl.capture.model_with_loss import ModelWithLoss
 from pipectl.capture.opaque import Opaque
 from pipectl.capture.patches import Recorder, patched_export
-from pipectl.capture.python_state import MANY_STEPS, Entry, carried, watch_changes
+from pipectl.capture.programs import difference
+from pipectl.capture.python_state import (
+    MANY_STEPS,
+    Entry,
+    Table,
+    carried,
+    name_of_state,
+    watch_changes,
+)
 from pipectl.capture.refusals import (
     Refusal,
     RefusedError,
@@ -45,9 +50,8 @@ from pipectl.capture.refusals import (
     place_of_node,
     refuse_backward_hooks,
 )
-from pipectl.capture.tensors import octets_of
 from pipectl.errors import CaptureError
-from pipectl.torch_api import CHECKS, OpOverload, pytree, schema_of
+from pipectl.torch_api import pytree
 
 _SAMPLES, _POSITIONS = 0, 1
 """Dimensions of a batch that an export may leave free: the second one of padded fields only."""
@@ -131,7 +135,7 @@ def _refuse_choices(
             again, _ = _program(wrapper, others, kept, free)
         except Exception as error:  # no key of a table, for example
             raise Refusal.TEXT.error(place_of(error)) from error
-        place = _difference(_lines(program), _lines(again))
+        place = difference(program, again)
         if place is not None:
             raise Refusal.TEXT.error(place)
 
@@ -155,7 +159,7 @@ def _beside(
             again, _ = _program(wrapper, others, kept, free(others))
         except Exception:
             return True
-        return _difference(_lines(program), _lines(again)) is not None
+        return difference(program, again) is not None
 
     fixed = set(kinds)
     if not any(depends(other_items(batch, turn, fixed)) for turn in range(TURNS)):
@@ -179,14 +183,15 @@ def _refuse_carried(
     Raises:
         RefusedError: naming the first tensor that a later step uses, or the first such number.
     """
-    lines = _lines(program)
+    tables = {name: entry for name, entry in changes.items() if isinstance(entry.value, Table)}
+    others = {name: entry for name, entry in changes.items() if name not in tables}
 
     def rerun(begin: Mapping[str, Entry]) -> tuple[str | None, Mapping[str, Entry]]:
         """Return the line of the model that makes the graph of a step with this beginning another
         one, None if it is the same; and what the step changes.
         """
         try:
-            again, changes = _program(wrapper, batch, kept, free, begin)
+            again, changes = _program(wrapper, batch, kept, free, {**tables, **begin})
         except RefusedError as error:
             if error.refusal is Refusal.CARRIED:
                 raise
@@ -194,13 +199,14 @@ def _refuse_carried(
             return (error.place if known else None), {}
         except Exception:  # what else such a step needs is not known
             return None, {}
-        return _difference(lines, _lines(again)), changes
+        left = map(name_of_state, tables.keys() - changes.keys())
+        return difference(program, again, {*left}), changes
 
-    place, changed_again = rerun(changes)
-    begin = changes
+    place, changed_again = rerun(others) if others else (None, {})
+    begin = others
     if place is None:  # a maximum stays where it is; a schedule may wait for many steps
-        later = {name: changes[name].after(MANY_STEPS) for name in changes.keys() & changed_again}
-        numbers = {name: entry for name in changes if (entry := later.get(name)) is not None}
+        later = {name: others[name].after(MANY_STEPS) for name in others.keys() & changed_again}
+        numbers = {name: entry for name in others if (entry := later.get(name)) is not None}
         place, _ = rerun(numbers) if numbers else (None, {})
         begin = numbers
     if place is not None:
@@ -249,106 +255,6 @@ def _partly_free(
                 is_free = isinstance(size, torch.SymInt) and size.node.expr.is_Symbol
                 found[dimension].add(is_free)
     return {dimension for dimension, kinds in found.items() if len(kinds) > 1}
-
-
-def _lines(program: ExportedProgram) -> list[tuple[str, str]]:
-    """Return all that a program computes for its results, except for the values of parameters and
-    buffers, with the line of the model for each operator, and for each constant that of its first
-    use.
-    """
-    lines, reading = [], dict[str, str]()
-    specs = program.graph_signature.input_specs
-    names = {getattr(spec.arg, "name", ""): str(spec.target) for spec in specs}
-    kinds = {getattr(spec.arg, "name", ""): spec.kind for spec in specs}
-    fixed = {name for name, kind in kinds.items() if kind is InputKind.CONSTANT_TENSOR}
-    constants = {
-        name: tensor
-        for name, tensor in program.constants.items()
-        if type(tensor) is Tensor and not tensor.is_meta
-    }
-    for module in program.graph_module.modules():
-        if not isinstance(module, fx.GraphModule):
-            continue
-        used = _used(module.graph, fixed)
-        numbers, counts = dict[fx.Node, str](), Counter[str]()
-        for node in (each for each in module.graph.nodes if each in used):
-            # Another constant before it leaves the number of an operator as it is.
-            kind = ("c" if node.name in fixed else "") if node.op == "placeholder" else "%"
-            numbers[node] = f"{kind}{counts[kind]}" if kind else node.name
-            counts[kind] += 1
-        for node, number in numbers.items():
-            if node.op == "placeholder":
-                users = (user for user in node.users if user in used)
-                places = filter(None, map(place_of_node, users))
-                reading[names.get(node.name, "")] = next(places, "")
-                continue
-            target = getattr(node.target, "__name__", node.target)
-            if isinstance(node.target, Opaque):
-                target = f"{target}{node.target.kinds}"
-            given = fx.map_arg((node.args, node.kwargs), numbers.__getitem__)
-            lines.append((f"{number} = {target}{given}", place_of_node(node)))
-    for i, name in enumerate(name for name in constants if name in reading):
-        digest = hashlib.sha256(octets_of(constants[name])).hexdigest()
-        lines.append((f"constant {i}: {digest}", reading[name]))
-    return lines
-
-
-def _used(graph: fx.Graph, constants: Collection[str]) -> set[fx.Node]:
-    """Return the nodes on which the results of a graph, or what it writes, depend.
-
-    Args:
-        constants: names of the placeholders that a write does not outlast.
-    """
-    used = set[fx.Node]()
-    for node in reversed(graph.nodes):
-        is_needed = bool(used.intersection(node.users)) or node.op in ("output", "get_attr")
-        if not is_needed and node.op != "placeholder":
-            is_needed = _acts(node) or any(_outlasts(n, used, constants) for n in _written(node))
-        if is_needed:
-            used.add(node)
-    return used
-
-
-def _acts(node: fx.Node) -> bool:
-    """Return whether an operator may do more than to return values and to write its arguments."""
-    if isinstance(node.target, OpOverload):
-        return node.target not in CHECKS and not schema_of(node.target).returns
-    return getattr(node.target, "__module__", "") not in ("_operator", "math", "torch")
-
-
-def _written(node: fx.Node) -> list[fx.Node]:
-    """Return the arguments that an operator writes."""
-    if not isinstance(node.target, OpOverload):
-        return []
-    written = []
-    for place, argument in enumerate(schema_of(node.target).arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
-            written += [n for n in pytree.tree_leaves(given) if isinstance(n, fx.Node)]
-    return written
-
-
-def _outlasts(node: fx.Node, used: set[fx.Node], constants: Collection[str]) -> bool:
-    """Return whether what is written to a value may be read in a place that counts.
-
-    The value may be a view of what it is computed of.
-    """
-    while not used.intersection(node.users):
-        if node.op == "placeholder":
-            return node.name not in constants
-        if not node.all_input_nodes:
-            return False
-        node = node.all_input_nodes[0]
-    return True
-
-
-def _difference(lines: list[tuple[str, str]], others: list[tuple[str, str]]) -> str | None:
-    """Return the line of the model where two programs first differ; None if they are equal."""
-    longer = max(lines, others, key=len)
-    for one, other, (_, place) in zip_longest(lines, others, longer, fillvalue=("", "")):
-        if one[0] != other[0]:
-            return place or one[1] or other[1]
-    return None
 
 
 def _program(

@@ -182,8 +182,9 @@ class States:
         module, too, but looks up all names in every call.
 
         Raises:
-            CaptureError: a parameter is replaced, or a buffer changes its shape, or its type to one
-                whose values it cannot hold; or it gets the memory of a state that is written.
+            CaptureError: a parameter is replaced, or a buffer is cleared, or changes its shape, or
+                its type to one whose values it cannot hold; or it gets the memory of a state that
+                is written.
         """
         before, shapes = self.now(), [tensor.shape for tensor in tensors]
         versions = [version_of(tensor) for tensor in tensors]
@@ -195,9 +196,7 @@ class States:
                 for entries, name in places:
                     now = entries.get(name)
                     if now is not tensor or tensor.shape != shapes[index]:
-                        self._check_change(index, tensor.dtype, shapes[index], now)
-                        if now is not None:
-                            assigned[index] = now
+                        assigned[index] = self._checked(index, tensor.dtype, shapes[index], now)
                 self._check_tie(index)
             writes = zip(tensors, versions, strict=True)
             self._check_memory(
@@ -207,11 +206,18 @@ class States:
             self.assign(dict(enumerate(before)))
 
     def call_module(
-        self, tensors: Sequence[Tensor], args: Any, kwargs: Any
+        self,
+        tensors: Sequence[Tensor],
+        args: Any,
+        kwargs: Any,
+        watch: AbstractContextManager[object] | None = None,
     ) -> tuple[Any, dict[int, Tensor], frozenset[int], frozenset[int]]:
         """Call the module with other tensors; it gets copies of buffers.
 
         What is recomputed is planned (``pipeline.recompute``), so it recomputes nothing by itself.
+
+        Args:
+            watch: a context for the code of the module alone.
 
         Returns:
             Its result; new values of its buffers by index, without gradients; which of these it has
@@ -220,7 +226,7 @@ class States:
         """
         pairs = zip(tensors, self._are_parameters, strict=True)
         lent = [t if is_parameter else t.detach().clone() for t, is_parameter in pairs]
-        with unused_checkpoints(), self.replaced(lent) as assigned:
+        with unused_checkpoints(), self.replaced(lent) as assigned, watch or nullcontext():
             result = self._module(*args, **kwargs)
         own = {index: lent[index] for index in self.buffers}
         written = frozenset(i for i in own.keys() - assigned.keys() if version_of(own[i]))
@@ -230,27 +236,39 @@ class States:
             values[index] = torch.empty_like(values[index]).copy_(value.detach())
         return result, values, written, trained
 
-    def lend_to_backwards(self, nodes: Iterable[Node], tensors: Sequence[Tensor]) -> None:
+    def lend_to_backwards(
+        self,
+        nodes: Iterable[Node],
+        tensors: Sequence[Tensor],
+        context: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         """Put the tensors of a call into the module while some of its nodes run their backward.
 
         Functions of the user may run the module again there.
+
+        Args:
+            context: makes what each of these backwards runs in.
         """
-        before: list[list[Tensor]] = []
+        entered: list[tuple[list[Tensor], AbstractContextManager[object]]] = []
 
         def enter(*_: object) -> None:
-            before.append(self.now())
+            entered.append((self.now(), context()))
+            entered[-1][1].__enter__()
             self.assign(dict(enumerate(tensors)))
 
         def leave(*_: object) -> None:
-            self.assign(dict(enumerate(before.pop())))
+            before, own = entered.pop()
+            self.assign(dict(enumerate(before)))
+            own.__exit__(None, None, None)
 
         for node in nodes:
             node.register_prehook(enter)
             node.register_hook(leave)
 
-    def _check_change(
+    def _checked(
         self, index: int, dtype: torch.dtype, shape: torch.Size, now: Tensor | None
-    ) -> None:
+    ) -> Tensor:
+        """Return what the module has assigned."""
         name = self.names[index]
         if self._are_parameters[index]:
             raise CaptureError(
@@ -259,18 +277,26 @@ class States:
                 hint="compute with the new values instead: torch.nn.functional.linear(x, weight), "
                 "or torch.func.functional_call(module, weights, x)",
             )
-        if now is not None and now.shape != shape:
+        if now is None:
+            raise CaptureError(
+                f"model: its forward clears the buffer {name!r}, which each step of a pipeline "
+                "would begin with again",
+                hint="leave its values, and let a second buffer tell whether they count, to choose "
+                "with torch.where",
+            )
+        if now.shape != shape:
             raise CaptureError(
                 f"model: changes the shape of buffer {name!r} from {list(shape)} to "
                 f"{list(now.shape)}",
                 hint="give it its final shape in the factory; observers of quantisation get it "
                 "there when the prepared model runs once on a batch",
             )
-        if now is not None and not torch.can_cast(now.dtype, dtype):
+        if not torch.can_cast(now.dtype, dtype):
             raise CaptureError(
                 f"model: changes the type of buffer {name!r} from {dtype} to {now.dtype}",
                 hint="give it this type in the factory",
             )
+        return now
 
     def _check_tie(self, index: int) -> None:
         """Raise if the places of a buffer no longer have one tensor."""
@@ -287,14 +313,17 @@ class States:
             assigned: indices of the buffers that it has assigned.
             written: indices of the states that it has written in place.
         """
-        found = {i: entries.get(name) for i, ((entries, name), *_) in enumerate(self._places)}
-        now = {i: tensor for i, tensor in found.items() if isinstance(tensor, Tensor)}
-        for index in (i for i in assigned if i in now):
-            memory = {storage_of(now[index])}
-            for other, tensor in now.items():
-                if other == index or not _is_within(tensor, memory):
+        if not assigned:
+            return
+        now, sharing = self.now(), dict[int, list[int]]()
+        for index, tensor in enumerate(now):
+            if tensor.layout is torch.strided:
+                sharing.setdefault(storage_of(tensor), []).append(index)
+        for index in assigned:
+            for other in sharing.get(storage_of(now[index]), ()):
+                if other == index:
                     continue
-                is_trained = self._are_parameters[other] and tensor.requires_grad
+                is_trained = self._are_parameters[other] and now[other].requires_grad
                 if is_trained or not {index, other}.isdisjoint(written):
                     one, two = self.names[index], self.names[other]
                     raise CaptureError(
@@ -332,6 +361,11 @@ def _trace_write(buffer: Tensor, value: Tensor) -> None:
     slot.proxy.node.meta[_KEY] = True
 
 
+def is_assignment(node: fx.Node) -> bool:
+    """Return whether an operator writes what the forward has assigned to a buffer."""
+    return _KEY in node.meta
+
+
 def copy_assigned(graph: fx.Graph) -> list[fx.Node]:
     """Let all that reads a buffer which the forward assigns read a copy, made before.
 
@@ -342,7 +376,7 @@ def copy_assigned(graph: fx.Graph) -> list[fx.Node]:
         The operators that copy, each with the buffer as its argument.
     """
     copies = []
-    for write in [node for node in graph.nodes if _KEY in node.meta]:
+    for write in filter(is_assignment, [*graph.nodes]):
         buffer, value = write.all_input_nodes
         while buffer.op != "placeholder":  # written in place before
             buffer = buffer.all_input_nodes[0]

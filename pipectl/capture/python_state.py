@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from pipectl.capture.model_with_loss import own_name, own_path
+from pipectl.capture.origins import CONVERSIONS, Origins, kind_of
 from pipectl.capture.outer_state import CachedFunction, clear_traced, outer_holders
 from pipectl.capture.randomness import (
     GENERATORS,
@@ -31,7 +32,7 @@ from pipectl.capture.randomness import (
     comparable,
 )
 from pipectl.capture.refusals import Refusal, RefusedError
-from pipectl.capture.tensors import tensors_in
+from pipectl.capture.tensors import is_deferred, tensors_in
 from pipectl.objects import (
     CONTAINERS,
     MAX_ARRAY_BYTES,
@@ -46,15 +47,22 @@ from pipectl.torch_api import get_proxy_mode, get_proxy_slot, make_subclass, pyt
 _VALUES = (int, float, complex, np.number, np.bool_, str)
 _FIXED = (*_VALUES, bytes, range, slice, torch.device)
 """Of which two that are equal may take each other's place."""
-_CONVERSIONS = {"to", "_to_copy", "type_as", "contiguous", "clone", "detach", "alias"}
-"""Operators that leave values as they are."""
 MANY_STEPS = 2520
 """After which a count is a multiple of all up to ten, but no loop over it is too long to trace."""
 _ABSENT = object()
+_LEFT = "pipectl_left"
 _OF_TORCH = re.compile(r"\._(buffers|parameters|modules|\w*hooks\w*)\b|(^|\.)training$")
 """In the names of attributes that every module of torch has."""
+_UNWATCHED = re.compile(r"\._(parameters|\w*hooks\w*)\b|\._modules$|(^|\.)training$")
 _OF_STATES = re.compile(r"(^|\.)_(?:buffers|parameters)\['(.+)'\]$")
 """Ends the name of a parameter or buffer."""
+
+
+UNSET = (
+    "give it a value in the factory (such as torch.zeros(6)); a second buffer may tell whether it "
+    "was set, to choose with torch.where"
+)
+"""What to do about a buffer that has no value before the first forward."""
 
 
 class Entry(NamedTuple):
@@ -269,6 +277,77 @@ def plain_tensors(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+class _Blank(NamedTuple):
+    """A tensor of a table.
+
+    Args:
+        name: of the entry, or of the buffer.
+        place: among the tensors of the entry.
+    """
+
+    name: str
+    place: int
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def made(self) -> Tensor:
+        tensor = torch.empty_strided(self.sizes, self.strides, dtype=self.dtype).zero_()
+        setattr(tensor, _LEFT, (self.name, self.place))
+        return tensor
+
+
+class Table:
+    """Tensors that a step leaves, and that every step would compute alike."""
+
+    def __init__(self, leaves: list[Any], structure: Any) -> None:
+        self._leaves, self._structure = leaves, structure
+
+    @classmethod
+    def left(cls, name: str, value: Any) -> Table | None:
+        """Return the tensors that are left as the value of an entry; None if there are none, or if
+        their sizes follow from the batch, or if they are those of before in another form.
+
+        The nodes that compute them are marked; see :func:`mark_of`.
+        """
+        mode: Any = get_proxy_mode()
+        leaves, structure = pytree.tree_flatten(value)
+        if mode is None or not tensors_in(leaves):
+            return None
+        for place, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor):
+                continue
+            slot: Any = get_proxy_slot(leaf, mode.tracer, None)
+            if slot is None:
+                if is_deferred(leaf):
+                    return None
+                continue  # its values are known
+            sizes = (*leaf.shape, *leaf.stride())
+            is_made = _unconverted(slot.proxy.node).op == "call_function"
+            if not is_made or not all(type(size) is int for size in sizes):
+                return None
+            mark = slot.proxy.node.meta.setdefault(_LEFT, (name_of_state(name), place))
+            leaves[place] = _Blank(mark[0], mark[1], leaf.dtype, (*leaf.shape,), leaf.stride())
+        return cls(leaves, structure)
+
+    def made(self) -> Any:
+        """Return the value with tensors that stand for those; see :func:`left_in`."""
+        made = [each.made() if isinstance(each, _Blank) else each for each in self._leaves]
+        return pytree.tree_unflatten(made, self._structure)
+
+
+def mark_of(node: fx.Node) -> tuple[str, int] | None:
+    """Return the name of the table that a node computes, and which of its tensors."""
+    mark: tuple[str, int] | None = node.meta.get(_LEFT)
+    return mark
+
+
+def left_in(tensor: Any) -> tuple[str, int] | None:
+    """Return the same for a tensor that stands for one of a table."""
+    mark: tuple[str, int] | None = getattr(tensor, _LEFT, None)
+    return mark
+
+
 Refuse = Callable[[], RefusedError]
 
 
@@ -351,11 +430,8 @@ def carried(name: str, value: Any, place: str | None = None) -> RefusedError:
         place: the line that uses it, by default the one that is running.
     """
     error = Refusal.CARRIED.error(place, name=own_name(name_of_state(name)))
-    if _OF_STATES.search(name):
-        error.hint = (
-            "give it a value in the factory (such as torch.zeros(6)); a second buffer may tell "
-            "whether it was set, to choose with torch.where"
-        )
+    if is_of_states(name):
+        error.hint = UNSET
     elif isinstance(value, bool):
         error.hint = "make the flag a buffer with register_buffer(), and choose with torch.where"
     return error
@@ -375,32 +451,43 @@ def watch_changes(wrapper: nn.Module, begin: Mapping[str, Entry]) -> Iterator[di
     Raises:
         RefusedError: from the export, if the extra state of a module has changed.
     """
-    changes, batch = dict[str, Entry](), set[fx.Node]()
+    changes, batch, trained = dict[str, Entry](), set[fx.Node](), set[fx.Node]()
     states = dict[str, list[fx.Node]]()  # which the graph follows
 
     def start(_: object, given: object) -> None:
         batch.update(_nodes(given))
         states.update(_nodes_of_states(wrapper))
+        trained.update(_nodes([each for each in wrapper.parameters() if each.requires_grad]))
         for name, entry in begin.items():
-            if _OF_STATES.search(name):  # the export would replace it before
+            is_table = isinstance(entry.value, Table)
+            if is_of_states(name) and not is_table:  # the export would replace it before
                 put(entry, _carried(name, entry.value))
 
     def compare(*_: object) -> None:
         refuse_extra_states(wrapper, extra, tensors=False)
         now = _every_entry(wrapper)
+        mode: Any = get_proxy_mode()
+        origins = Origins(mode.tracer.graph if mode is not None else fx.Graph())
+        roots = {node for nodes in states.values() for node in nodes if origins.writes.get(node)}
+        roots |= batch | trained
         changed = {n: e for n, e in now.items() if not e.is_as(before.get(n))}
         # Those that only the export has changed:
         for name in [n for n, e in changed.items() if states.get(n) == _nodes(e.value)]:
             del changed[name]
-        following = {name for name, entry in changed.items() if follows(name, entry)}
-        changes.update(_changes(before, changed, outer, following, states))
+        following = {
+            name
+            for name, entry in changed.items()
+            if _follows(
+                entry.value,
+                origins,
+                roots.union(states.get(name, ())),
+                before[name].value if name in before else None,
+            )
+        }
+        changes.update(_changes(before, changed, following, states))
         for name in before.keys() - now.keys() - outer:
             if before[name].plain is not None:
                 changes[name] = before[name]._replace(value=_ABSENT, content=None)
-
-    def follows(name: str, entry: Entry) -> bool:
-        old = before[name].value if name in before else None
-        return _follows(entry.value, batch.union(states.get(name, ())), old)
 
     with preserve_state(wrapper, ()):
         outer = entries_of(outer_holders(wrapper)).keys()
@@ -429,35 +516,27 @@ def _nodes_of_states(wrapper: nn.Module) -> dict[str, list[fx.Node]]:
 def _changes(
     before: Mapping[str, Entry],
     changed: Mapping[str, Entry],
-    outer: Collection[str],
     following: Collection[str],
     states: Collection[str],
 ) -> Iterator[tuple[str, Entry]]:
     """Yield what the next step begins with, of what a step has changed.
 
     Args:
-        outer: names of the entries outside of the model.
-        following: names of those whose tensors follow from the batch or from old values.
+        following: names of those whose tensors may be others in the next step.
         states: names of the parameters and buffers that had values before the step.
     """
-    # Tables: numbers beside them may say of what those are.
-    tensors = {
-        n: e for n, e in changed.items() if isinstance(e.value, Tensor) and n not in following
-    }
-    caching = {n.rpartition(".")[0] for n in tensors if n not in outer}
-    tables = {id(e.holder) for n, e in tensors.items() if n in outer or n.endswith("]")}
     for name, entry in changed.items():
         old = before[name].plain if name in before else None
         if entry.plain is not None or (entry.value is None and old is not None):
-            is_of_a_table = name.removesuffix(f".{entry.key}") in caching
-            is_of_a_table |= id(entry.holder) in tables
-            if not is_of_a_table and not _is_equal(entry.plain, old):
+            if not _is_equal(entry.plain, old):
                 yield name, entry._replace(old=old)
+        elif name in states:
             continue
         # An iterator goes on where this step has left it.
-        is_next = isinstance(entry.value, Iterator)
-        if is_next or (name in following and name not in states):
+        elif isinstance(entry.value, Iterator) or name in following:
             yield name, entry
+        elif (table := Table.left(name, entry.value)) is not None:
+            yield name, entry._replace(value=table)
 
 
 def _begin_with(begin: Mapping[str, Entry], outer: Collection[str]) -> None:
@@ -468,7 +547,10 @@ def _begin_with(begin: Mapping[str, Entry], outer: Collection[str]) -> None:
     """
     for name, entry in begin.items():
         value = entry.value
-        if value is _ABSENT or _OF_STATES.search(name):
+        if isinstance(value, Table):
+            put(entry, value.made())
+            continue
+        if value is _ABSENT or is_of_states(name):
             continue
         if isinstance(value, np.ndarray):
             value = value if entry.content is None else entry.content.copy()
@@ -501,6 +583,16 @@ def _every_entry(wrapper: nn.Module) -> dict[str, Entry]:
 def is_of_torch(name: str) -> bool:
     """Return whether an entry is of what every module of torch has: parameters, hooks, its mode."""
     return _OF_TORCH.search(name) is not None
+
+
+def is_watched(name: str) -> bool:
+    """Return whether something has entries that forwards may set: attributes, or buffers."""
+    return _UNWATCHED.search(name) is None
+
+
+def is_of_states(name: str) -> bool:
+    """Return whether an entry is a parameter or buffer."""
+    return _OF_STATES.search(name) is not None
 
 
 def state_values(wrapper: nn.Module) -> dict[str, object]:
@@ -543,27 +635,25 @@ def _other(value: Any) -> Any:
     return pytree.tree_map_only(Tensor, other, value)
 
 
-def _follows(value: Any, batch: set[fx.Node], old: Any) -> bool:
-    """Return whether tensors follow from the batch or, except by a conversion, from old ones."""
+def _follows(value: Any, origins: Origins, roots: Collection[fx.Node], old: Any) -> bool:
+    """Return whether tensors follow from some nodes or, except by a conversion, from old ones."""
     mode: Any = get_proxy_mode()
     known = {id(leaf) for leaf in pytree.tree_leaves(old)}
-    for node in _nodes(value):
-        while _kind(node) in _CONVERSIONS:
-            node = node.all_input_nodes[0]
-        if node.op == "get_attr":
-            continue
-        waiting, visited = [node], {node}
-        while waiting:
-            source = waiting.pop()
-            constant = source.op == "get_attr"  # what was there before the trace
-            if source in batch or (
-                constant and id(getattr(mode.tracer.root, str(source.target), _ABSENT)) in known
-            ):
-                return True
-            fresh = [each for each in _sources(source) if each not in visited]
-            visited.update(fresh)
-            waiting += fresh
-    return False
+
+    def is_root(node: fx.Node) -> bool:
+        is_constant = node.op == "get_attr"  # what was there before the trace
+        return node in roots or (
+            is_constant and id(getattr(mode.tracer.root, str(node.target), _ABSENT)) in known
+        )
+
+    nodes = [node for node in map(_unconverted, _nodes(value)) if node.op != "get_attr"]
+    return origins.follow(nodes, is_root)
+
+
+def _unconverted(node: fx.Node) -> fx.Node:
+    while kind_of(node) in CONVERSIONS:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _nodes(value: Any) -> list[fx.Node]:
@@ -573,20 +663,6 @@ def _nodes(value: Any) -> list[fx.Node]:
         return []
     slots: list[Any] = [get_proxy_slot(leaf, mode.tracer, None) for leaf in tensors_in(value)]
     return [slot.proxy.node for slot in slots if slot is not None]
-
-
-def _sources(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes on whose values, not only sizes and types, the value of a node depends."""
-    kind = _kind(node)
-    if kind.startswith(("sym_", "new_")) or kind.endswith("_like"):
-        return []
-    if kind == "copy_":  # whose first argument is lost
-        return node.all_input_nodes[1:]
-    return node.all_input_nodes[:1] if kind in _CONVERSIONS else node.all_input_nodes
-
-
-def _kind(node: fx.Node) -> str:
-    return str(getattr(node.target, "_opname", ""))
 
 
 def extra_states(model: nn.Module, *, tensors: bool = True) -> dict[str, str]:
