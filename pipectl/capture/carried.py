@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pipectl.capture.opaque import Opaque
@@ -66,11 +67,14 @@ class Dependence:
         read = self.of([t for t in tensors if id(t) not in unread | overwritten])
         before = set(storages_in(tensors))
         self._of.update(dict.fromkeys(set(storages_in(result)) - before, read))
-        for buffer, new in kept:
+        copied = [(args[0], result)] if target is torch.ops.aten.clone.default else []
+        for buffer, new in (*kept, *copied):
             if new is not None:
-                self._unchanged[storage_of(new)] = storage_of(buffer)
+                source = storage_of(buffer)
+                self._unchanged[storage_of(new)] = self._unchanged.get(source, source)
         for tensor in (*written, *statistics):
             storage = storage_of(tensor)
+            self._unchanged.pop(storage, None)
             sources = {self._unchanged.get(storage_of(t)) for t in tensors if t is not tensor}
             if sources == {storage}:
                 continue

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from operator import itemgetter
@@ -62,7 +62,7 @@ from pipectl.capture.refusals import (
     explain,
     place_of,
 )
-from pipectl.capture.side_effects import Call, SideEffects, WatchedParameters, refused_changes
+from pipectl.capture.side_effects import Call, SideEffects, refused_changes
 from pipectl.capture.tensors import fill_sample, is_deferred, is_same, storage_of, tensors_in
 from pipectl.errors import CaptureError
 from pipectl.faults import is_user_code
@@ -99,11 +99,14 @@ class KeptModules:
         modules: with the outlines of their results.
         fixed: whether the outlines are known for one batch size only.
         unrolls: whether loops in the rest of the model may be of any length.
+        read: buffers that they read but do not get, by full name, each with the refusal for it if
+            a forward changes it.
     """
 
     modules: Sequence[KeptModule] = ()
     fixed: bool = False
     unrolls: bool = False
+    read: Mapping[str, RefusedError] = field(default_factory=dict)
 
 
 class Fallback:
@@ -185,7 +188,7 @@ class Fallback:
             }
             try:
                 _observe_calls(self._wrapper, kept, effects, batches, self._make)
-                return KeptModules(kept, fixed, self._unrolls)
+                return KeptModules(kept, fixed, self._unrolls, effects.states.read)
             except CaptureError:
                 raise
             except Exception as error:
@@ -288,7 +291,8 @@ class KeptModule:
                 inputs = [*states.now(), *arguments.tensors]
                 lent = [_lent(make(tensor)) for tensor in inputs[:count]]
                 tensors = [*lent, *map(_sample, inputs[count:])]
-                watched = WatchedParameters(self.path, effects.parameters, tensors)
+                given = [*tensors[count:], *(tensors[i] for i in states.parameters)]
+                watched = effects.states.of_call(self.path, given)
                 copies = _copies(tensors[count:])
                 versions = [version_of(tensor) for tensor in tensors]
                 random, noticed = [*map(generator_state, generators)], list[Any]()
@@ -299,8 +303,8 @@ class KeptModule:
 
                 def run(given: Sequence[Tensor]) -> tuple[Any, ...]:
                     args, kwargs = arguments.filled(given)
-                    with uncompiled(), watched:
-                        called = states.call_module(tensors[:count], args, kwargs)
+                    with uncompiled():
+                        called = states.call_module(tensors[:count], args, kwargs, watched)
                     arguments.check(args, kwargs, given)
                     return called
 
@@ -450,7 +454,8 @@ def _observe_calls(
             with ExitStack() as stack:
                 for module, own in zip(kept, calls, strict=True):
                     stack.enter_context(module.observed(make, own, effects))
-                stack.enter_context(effects.forward(first=several and not seed))
+                is_first = several and not seed
+                stack.enter_context(effects.forward(first=is_first, other_data=seed > 1))
                 before = extra_states(wrapper)
                 seed_everything(seed)  # another seed may give something else
                 wrapper(*pytree.tree_map_only(Tensor, Tensor.clone, batch))

@@ -93,8 +93,9 @@ class CapturedGraph:
             last write.
         spoilt: operators that have saved for their backward what the model writes in place later:
             the first such operator, and the last that writes, by the value's name.
-        carried: full names of the buffers that a run changes and that the loss of later runs
-            depends on, each with the operator of its last write; see :mod:`.carried`.
+        changed_buffers: full names of the buffers that a run changes.
+        carried: full names of those of them that the loss of later runs depends on, each with the
+            operator of its last write; see :mod:`.carried`.
         beside: what else the exported micro-batch held, and what of it the graph depends on.
         samples: of the exported micro-batch; if ``fixed``, the only number for which the graph is
             valid.
@@ -154,6 +155,7 @@ class CapturedGraph:
         )
         self.spoilt = self._find_spoilt(run)
         of_loss = next(value for node, value in run.values.items() if node.name == self.loss)
+        self.changed_buffers = {self.states[name].name for name in run.dependence.changed}
         carried = run.dependence.changed & run.dependence.of(of_loss)
         self.carried = {self.states[name].name: self.written[name] for name in sorted(carried)}
         spec = program.call_spec.out_spec

@@ -59,7 +59,7 @@ from pipectl.capture.regions import accelerator, arithmetic
 from pipectl.capture.single import refuse_other_branch
 from pipectl.capture.tensors import is_deferred
 from pipectl.capture.weights import Weights
-from pipectl.capture.writes import refuse_aliases, refuse_sparse, refuse_writes
+from pipectl.capture.writes import refuse_aliases, refuse_reads, refuse_sparse, refuse_writes
 from pipectl.errors import CaptureError
 from pipectl.faults import fault_of, is_ours
 from pipectl.objects import seed_everything
@@ -133,6 +133,8 @@ class CapturedJob:
         self._released: dict[str, tuple[Sequence[int], Sequence[int]]] = {}
         self._graphs: dict[tuple[bool, int, int], CapturedGraph] = {}
         self._compared: set[tuple[bool, int, int]] = set()
+        self._read: dict[str, RefusedError] = {}
+        """See :class:`KeptModules`."""
 
     @property
     def model(self) -> nn.Module:
@@ -522,6 +524,7 @@ class CapturedJob:
         padded = self.spec.data.pad
 
         def capture(kept: KeptModules) -> CapturedGraph:
+            self._read.update(kept.read)
             program, beside = export_model(self.wrapper, inputs, targets, kept, padded)
             states = self.states, self.tied
             graph = CapturedGraph(program, *states, (inputs, targets), beside, size, length, padded)
@@ -543,6 +546,7 @@ class CapturedJob:
                 raise (refusal or error) from error.__cause__
         graphs = [graph, *self._graphs.values()]
         refuse_aliases(graph, self.states, {n for each in graphs for n in each.written_buffers})
+        refuse_reads({self.tied.get(name, name): e for name, e in self._read.items()}, graphs)
         refuse_writes(graph, training=training)
         if training:
             refuse_sparse(graph)

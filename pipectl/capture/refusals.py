@@ -6,11 +6,11 @@ import linecache
 import re
 import sys
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from itertools import islice
 from types import FrameType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -234,6 +234,14 @@ class Refusal(Enum):
         "list, another object or another module: an operator gets its own parameters by their "
         "names, and its arguments",
         "read it by its name in the forward (self.linear.weight), or pass it as an argument",
+        Keep.NOTHING,
+    )
+    OUTER_BUFFER = (
+        "model: {module}, which runs as one operator, {does} the buffer {name!r}{place}, which "
+        "forwards change, through a list, another object or another module: an operator gets its "
+        "own buffers by their names, and its arguments",
+        "use it by its name in the module that has it (self.mean), or pass it as an argument and "
+        "return its new value",
         Keep.NOTHING,
     )
     PARAMETER_WRITTEN = (
@@ -562,38 +570,46 @@ def refuse_overlaps(states: Mapping[str, Tensor]) -> None:
     Raises:
         CaptureError: naming both.
     """
-    memories: dict[object, list[tuple[np.ndarray[Any, Any], str]]] = {}
-    for name, tensor in states.items():
+
+    def is_trained(*names: str) -> bool:
+        pair = [states[name] for name in names]
+        return any(isinstance(each, nn.Parameter) and each.requires_grad for each in pair)
+
+    for names in overlaps(states, is_trained):
+        pair = sorted(names, key=list(states).index)
+        tie = ""
+        if all(isinstance(states[name], nn.Parameter) for name in pair):
+            tie = "make both the same nn.Parameter (self.b.weight = self.a.weight), or "
+        raise CaptureError(
+            f"model: {own_name(pair[0])} and {own_name(pair[1])} share memory but are not one "
+            "tensor, so ranks would train them separately",
+            hint=f"{tie}give each memory of its own (.clone())",
+        )
+
+
+_Name = TypeVar("_Name", bound=Hashable)
+
+
+def overlaps(
+    tensors: Mapping[_Name, Tensor], matters: Callable[[_Name, _Name], bool]
+) -> Iterator[tuple[_Name, _Name]]:
+    """Yield each two tensors, by name, that have an element in one place.
+
+    Args:
+        matters: whether that of two is asked for.
+    """
+    memories: dict[object, list[tuple[np.ndarray[Any, Any], _Name]]] = {}
+    for name, tensor in tensors.items():
         if (located := _locate(tensor)) is not None:
             memories.setdefault(located[0], []).append((located[1], name))
     for arrays in memories.values():
-        before: list[tuple[np.ndarray[Any, Any], str]] = []
+        before: list[tuple[np.ndarray[Any, Any], _Name]] = []
         for array, name in sorted(arrays, key=lambda item: item[0].ctypes.data):
             before = [item for item in before if np.may_share_memory(item[0], array)]
             for other_array, other in before:
-                pair = sorted((name, other), key=list(states).index)
-                parameters = [states[n] for n in pair if isinstance(states[n], nn.Parameter)]
-                trained = any(parameter.requires_grad for parameter in parameters)
-                if not trained or not np.shares_memory(other_array, array):
-                    continue
-                tie = ""
-                if len(parameters) == 2:
-                    tie = "make both the same nn.Parameter (self.b.weight = self.a.weight), or "
-                raise CaptureError(
-                    f"model: {own_name(pair[0])} and {own_name(pair[1])} share memory but are not "
-                    "one tensor, so ranks would train them separately",
-                    hint=f"{tie}give each memory of its own (.clone())",
-                )
+                if matters(name, other) and np.shares_memory(other_array, array):
+                    yield other, name
             before.append((array, name))
-
-
-def shares_memory(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have an element in one place."""
-    places = _locate(one), _locate(other)
-    if places[0] is None or places[1] is None or places[0][0] != places[1][0]:
-        return False
-    arrays = places[0][1], places[1][1]
-    return np.may_share_memory(*arrays) and np.shares_memory(*arrays)
 
 
 def _locate(tensor: Tensor) -> tuple[object, np.ndarray[Any, Any]] | None:

@@ -21,14 +21,18 @@ import torch
 from torch import Tensor, nn
 
 from pipectl.capture.model_with_loss import own_name, register_dataclasses
+from pipectl.capture.operators import written_tensors
 from pipectl.capture.outer_state import outer_holders
 from pipectl.capture.python_state import (
     MANY_STEPS,
+    UNSET,
     Entry,
     entry_of,
-    is_of_torch,
+    is_of_states,
     is_tensor,
+    is_watched,
     items_of,
+    name_of_state,
     pairs_of,
     put,
     stand_in,
@@ -40,6 +44,7 @@ from pipectl.objects import CONTAINERS, Holder, restore_of
 from pipectl.torch_api import (
     CALL_OF_A_MODULE,
     TorchDispatchMode,
+    buffers_of,
     has_gradient_hooks,
     identity_of,
     pytree,
@@ -93,39 +98,48 @@ class SideEffects:
     Attributes:
         constants: what the calls of a submodule have set in the first forward and leave as it is in
             further ones, by path and name.
-        parameters: names of the trained parameters that have values, by their storages.
+        states: watches what calls do to parameters and buffers that they have not got.
     """
 
     def __init__(self, wrapper: nn.Module, named: Collection[str]) -> None:
         self._wrapper, self._named = wrapper, named
-        self.parameters = {
-            storage_of(parameter): own_name(name)
-            for name, parameter in wrapper.named_parameters()
-            if parameter.requires_grad and not is_deferred(parameter)
+        self.states = OuterStates(wrapper)
+        self._paths = {path for path, _ in wrapper.named_modules()}
+        self._buffers = {
+            (id(buffers_of(module)), name)
+            for module in wrapper.modules()
+            for name, buffer in buffers_of(module).items()
+            if buffer is not None
         }
+        """Those that are given to the calls."""
+        self._earlier: dict[str, dict[str, Entry | None]] = {}
+        """What submodules have set, as it was before they did so first."""
         self.constants: dict[str, dict[str, Entry]] = {}
         self._set: dict[str, list[tuple[Entry, Any]]] = {}
         """What submodules have set, with its stand-ins."""
         self._set_keys: dict[str, set[_Key]] = {}
         self._begin: _States = {}
         self._is_first = False
-        self._known = set[tuple[Refusal, str, frozenset[str]]]()
+        self._has_other_data = False
+        self._known = set[tuple[Refusal, str, bool, frozenset[str]]]()
         """What a submodule need not be refused for, with the names of the changes."""
         self._holders: list[Holder] = []
         self._in_place: list[Any] = []
 
     @contextmanager
-    def forward(self, *, first: bool) -> Iterator[None]:
+    def forward(self, *, first: bool, other_data: bool) -> Iterator[None]:
         """Watch one forward of the model.
 
         Args:
             first: whether what it sets may be read, as further forwards may leave it as it is.
+            other_data: whether it gets another batch than the first one.
         """
-        items = [item for item in items_of(self._wrapper) if not is_of_torch(item.name)]
+        items = [item for item in items_of(self._wrapper) if is_watched(item.name)]
         self._holders = [*items, *outer_holders(self._wrapper)]  # what is new is an entry of these
         self._in_place = [item.value for item in items if type(item.value) not in CONTAINERS]
         self._in_place += SHARED_GENERATORS
         self._begin, self._is_first = self._states(), first
+        self._has_other_data = other_data
         self._set_keys.clear()
         try:
             yield
@@ -141,12 +155,18 @@ class SideEffects:
         """
         self._take_back(call.path)
         before = self._states()
-        given = call.run()
+        with self.states.watched(call.path):
+            given = call.run()
         outcome, after = _outcome(given), self._states()
         changed = _changes(before, after)
         restored: _Begin = {key: _entry(before, key) for key in changed}
-        if call.path not in self._named and self._is_new(Refusal.KEPT, call, changed):
+        earlier = self._earlier_entries(call.path, after)
+        kept = {**restored, **earlier}
+        if call.path not in self._named and self._is_new(Refusal.KEPT, call, kept):
             self._refuse_kept(call, outcome, restored, after)
+            self._refuse_earlier(call, outcome, earlier)
+        for key in changed:
+            self._earlier.setdefault(call.path, {}).setdefault(self._name(key), restored[key])
         own = self._set_keys.setdefault(call.path, set())
         others = [key for key in _changes(self._begin, before) if key not in own]
         if self._is_new(Refusal.SET_OUTSIDE, call, others):
@@ -159,7 +179,8 @@ class SideEffects:
         """Return what stands for a value that a submodule has set, for all others."""
         if self._is_first:
             return value
-        error = partial(Refusal.LEFT.error, entry=own_name(name), name=own_name(path))
+        entry = own_name(name_of_state(name))
+        error = partial(Refusal.LEFT.error, entry=entry, name=own_name(path))
         return stand_in(value, error)
 
     def _leave(self, path: str, entries: Mapping[str, Entry]) -> None:
@@ -184,9 +205,20 @@ class SideEffects:
     def _name(self, key: _Key) -> str:
         return self._holders[key[0]].name_of(key[1])
 
+    def _earlier_entries(self, path: str, now: _States) -> dict[_Key, Entry | None]:
+        """Return what a submodule has set in earlier forwards, as it was before."""
+        earlier = self._earlier.get(path)
+        if not earlier:
+            return {}
+        names = ((key, self._name(key)) for key in now)
+        return {key: earlier[name] for key, name in names if name in earlier}
+
     def _is_new(self, refusal: Refusal, call: Call, changed: Collection[_Key]) -> bool:
-        """Return whether some changes were not looked at yet for a submodule and a refusal."""
-        known = refusal, call.path, frozenset(map(self._name, changed))
+        """Return whether some changes were not looked at yet for a submodule and a refusal, on the
+        data of the first forward or on others.
+        """
+        names = frozenset(map(self._name, changed))
+        known = refusal, call.path, self._has_other_data, names
         is_new = bool(changed) and known not in self._known
         self._known.add(known)
         return is_new
@@ -212,6 +244,15 @@ class SideEffects:
 
         self._refuse(call, Refusal.KEPT, next(filter(alone, begin), next(iter(begin))))
 
+    def _refuse_earlier(self, call: Call, outcome: Any, earlier: _Begin) -> None:
+        """Refuse a call that would give something else without what earlier ones have set once.
+
+        Raises:
+            RefusedError: naming that.
+        """
+        if earlier and self._differs(call, outcome, earlier):
+            self._refuse(call, Refusal.KEPT, next(iter(earlier)))
+
     def _refuse_set_outside(
         self, call: Call, outcome: Any, before: _Begin, others: list[_Key]
     ) -> None:
@@ -232,7 +273,8 @@ class SideEffects:
 
     def _refuse(self, call: Call, refusal: Refusal, key: _Key) -> None:
         """Refuse a call, if possible at the line that reads an entry."""
-        entry = own_name(self._name(key))
+        name = self._name(key)
+        entry = own_name(name_of_state(name))
         words = {"part": call.path, "entry": entry, "name": own_name(call.path)}
         error = refusal.error("", **words)
         now = _entry(self._states(), key)
@@ -246,6 +288,9 @@ class SideEffects:
                 pass
             finally:
                 put(now, now.value)
+        is_registered = name_of_state(name).rpartition(".")[0] in self._paths
+        if refusal is Refusal.KEPT and is_of_states(name) and is_registered:
+            error.hint = UNSET
         raise error
 
     def _differs(self, call: Call, outcome: Any, begin: _Begin) -> bool:
@@ -299,7 +344,8 @@ class SideEffects:
                 pairs = [(key, value) for key, value in pairs if key not in _SKIPPED]
             for key, value in pairs:
                 is_pythons = holder.owner is not None and str(key).startswith("__")
-                if not (is_pythons or isinstance(value, Iterator)):
+                is_given = (id(holder.value), key) in self._buffers
+                if not (is_pythons or is_given or isinstance(value, Iterator)):
                     version = version_of(value) if is_tensor(value) else 0
                     states[place, key] = _State(entry_of(holder, key, value), version)
         return states
@@ -379,29 +425,95 @@ def refused_changes(path: str, parameters: Mapping[str, Tensor]) -> Iterator[Non
             raise Refusal.PARAMETER_WRITTEN.error("", name=name)
 
 
-class WatchedParameters(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses operators on trained parameters that a call has not got.
+class OuterStates:
+    """Watches what calls do to parameters and buffers that they have not got.
+
+    A stage gives them those of its own step, which only its modules hold.
+
+    Attributes:
+        read: the buffers that calls read in such a way, by full name, each with the refusal for it
+            if a forward changes it.
+    """
+
+    def __init__(self, wrapper: nn.Module) -> None:
+        self._wrapper = wrapper
+        self._known: dict[int, tuple[str, Tensor]] = {}
+        """By storage; also those that another tensor has replaced."""
+        self._buffers = [name for name, _ in wrapper.named_buffers(remove_duplicate=False)]
+        self._names = {*dict(wrapper.named_parameters()), *self._buffers}
+        self.read: dict[str, RefusedError] = {}
+
+    def of_call(self, path: str, given: Iterable[Tensor]) -> WatchedStates:
+        """Return what watches the operators of a call.
+
+        Args:
+            path: of the submodule that is called.
+            given: what the call has got; of its buffers it gets copies.
+        """
+        states = {**dict(self._wrapper.named_parameters()), **dict(self._wrapper.named_buffers())}
+        for name, state in ((n, s) for n, s in states.items() if n in self._names):
+            is_frozen = isinstance(state, nn.Parameter) and not state.requires_grad
+            has_values = is_tensor(state) and not is_deferred(state)
+            if has_values and not is_frozen and state.layout is torch.strided:
+                self._known.setdefault(storage_of(state), (name, state))
+        got = {storage_of(each) for each in given if each.layout is torch.strided}
+        others = {storage: pair for storage, pair in self._known.items() if storage not in got}
+        return WatchedStates(path, others, self.read)
+
+    @contextmanager
+    def watched(self, path: str) -> Iterator[None]:
+        """Refuse a call that assigns a buffer of another module.
+
+        Args:
+            path: of the submodule that is called.
+        """
+        before = dict(self._wrapper.named_buffers(remove_duplicate=False))
+        yield
+        now = dict(self._wrapper.named_buffers(remove_duplicate=False))
+        for name in self._buffers:
+            if now.get(name) is not before.get(name):
+                raise _outer_buffer(path, name, "assigns", "")
+
+
+def _outer_buffer(path: str, name: str, does: str, place: str | None = None) -> RefusedError:
+    return Refusal.OUTER_BUFFER.error(place, module=own_name(path), name=own_name(name), does=does)
+
+
+class WatchedStates(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses operators on trained parameters, and writes to buffers, that a call has not got.
 
     Args:
         path: of the submodule that is called.
-        names: of all trained parameters, by their storages.
-        given: what the call has got.
+        states: all of them by storage, with their full names.
+        read: notes buffers; see :class:`OuterStates`.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, path: str, names: Mapping[int, str], given: Iterable[Tensor]) -> None:
+    def __init__(
+        self,
+        path: str,
+        states: Mapping[int, tuple[str, Tensor]],
+        read: dict[str, RefusedError],
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        got = {storage_of(each) for each in given if each.layout is torch.strided}
-        self._path = path
-        self._names = {storage: name for storage, name in names.items() if storage not in got}
+        self._path, self._states, self._read = path, states, read
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         for tensor in tensors_in((args, kwargs)):
-            name = self._names.get(storage_of(tensor)) if tensor.layout is torch.strided else None
-            if name is not None:
-                raise Refusal.OUTER_PARAMETER.error(module=own_name(self._path), name=name)
-        return func(*args, **(kwargs or {}))
+            found = self._states.get(storage_of(tensor)) if tensor.layout is torch.strided else None
+            if found is not None:
+                name, state = found
+                if isinstance(state, nn.Parameter):
+                    name, module = own_name(name), own_name(self._path)
+                    raise Refusal.OUTER_PARAMETER.error(module=module, name=name)
+                written = written_tensors(func, args, kwargs, statistics=True)
+                if any(tensor is each for each in written):
+                    raise _outer_buffer(self._path, name, "writes")
+                if name not in self._read:
+                    self._read[name] = _outer_buffer(self._path, name, "reads")
+        return func(*args, **kwargs)
 
 
 _EVERY_CALL = "once more in every call"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from torch import Tensor, nn
 
 from pipectl.capture.graph import CapturedGraph
 from pipectl.capture.model_with_loss import own_name
 from pipectl.capture.operators import arguments_by_name, with_inner
-from pipectl.capture.refusals import Refusal, place_of_node, shares_memory
+from pipectl.capture.refusals import Refusal, RefusedError, overlaps, place_of_node
 
 
 def refuse_writes(graph: CapturedGraph, *, training: bool) -> None:
@@ -48,19 +48,36 @@ def refuse_aliases(
     Raises:
         CaptureError: naming the state, and the line that reads.
     """
-    constants = {n: s.name for n, s in graph.states.items() if s.kind == "constant"}
-    changing = {
-        name: tensor
-        for name, tensor in states.items()
-        if name in written or (isinstance(tensor, nn.Parameter) and tensor.requires_grad)
+    constants = {
+        n: graph.constants[s.name] for n, s in graph.states.items() if s.kind == "constant"
     }
-    for placeholder, constant in constants.items():
-        tensor, users = graph.constants[constant], graph.users.get(placeholder)
-        if users and isinstance(tensor, Tensor):
-            for name, state in changing.items():
-                if shares_memory(tensor, state):
-                    place = place_of_node(graph.operators[graph.position[users[0]]])
-                    raise Refusal.ALIAS.error(place, name=own_name(name))
+    tensors: dict[tuple[bool, str], Tensor] = {
+        (True, placeholder): tensor
+        for placeholder, tensor in constants.items()
+        if placeholder in graph.users and isinstance(tensor, Tensor)
+    }
+    for name, tensor in states.items():
+        if name in written or (isinstance(tensor, nn.Parameter) and tensor.requires_grad):
+            tensors[False, name] = tensor
+    for pair in overlaps(tensors, lambda one, other: one[0] is not other[0]):
+        (_, name), (_, placeholder) = sorted(pair)
+        place = place_of_node(graph.operators[graph.position[graph.users[placeholder][0]]])
+        raise Refusal.ALIAS.error(place, name=own_name(name))
+
+
+def refuse_reads(read: Mapping[str, RefusedError], graphs: Iterable[CapturedGraph]) -> None:
+    """Raise if an operator reads a buffer that it does not get, and that a run of a graph changes.
+
+    Args:
+        read: such buffers by full name, each with its refusal.
+
+    Raises:
+        RefusedError: the first of these.
+    """
+    changed = {name for graph in graphs for name in graph.changed_buffers}
+    for name, refusal in read.items():
+        if name in changed:
+            raise refusal
 
 
 def refuse_sparse(graph: CapturedGraph) -> None:

@@ -86,6 +86,15 @@ def test_what_no_step_reads_of_another_may_be_kept_and_is_left_as_it_was(
         assert getattr(module, "kept", None) is attributes.get("kept")
 
 
+@pytest.mark.parametrize("kind", ["Filled", "Grown", "Pair", "BufferedTable", "GlobalTable"])
+def test_tables_that_every_step_would_compute_alike_may_be_kept(
+    make_job, write_modules, kind: str
+) -> None:
+    trial = Trial(make_job(f"{write_modules({kind: MODULES['harmless'][kind]})}:layers"))
+    assert trial.plain_differences() == {}
+    assert trial.differences(trial.cut(1), recompute=True) == []
+
+
 def test_state_that_no_graph_shows_is_named(make_job, write_modules) -> None:
     table = {
         "Length": ["[]", "self.kept.append(1); x = x * len(self.kept)"],
@@ -197,6 +206,11 @@ def test_an_extra_state_that_a_forward_changes_is_refused(
             "x = self.kept(x); self.kept.running_var = self.kept.running_mean.mul_(0.9)",
             "its forward lets the buffer '1.kept.running_var' share the memory of "
             "'1.kept.running_mean'",
+        ),
+        (
+            "nn.BatchNorm1d(6)",
+            "x = self.kept(x); self.kept.running_mean = None",
+            "its forward clears the buffer '1.kept.running_mean'",
         ),
     ],
 )
@@ -839,6 +853,14 @@ def test_the_part_that_sets_a_value_and_the_one_that_reads_it_are_kept_together(
         ),
         ("1.0", "self.own = 2.0", f"{BOTH}; y = y * self.kept.own"),
         (
+            "self.register_buffer('table', None)",
+            "self.table = torch.arange(6.0) if self.table is None else self.table\n"
+            "        y = y + self.table",
+            BOTH,
+        ),
+        ("self.register_buffer('log', None)", "self.log = y.detach().mean(0)", BOTH),
+        ("[nn.Buffer(torch.ones(6))]; self.mean = self.own[0]", "y = y + self.own[0]", BOTH),
+        (
             "None",
             "STATE.table = STATE.table if hasattr(STATE, 'table') else torch.ones(6)\n"
             "        y = y * STATE.table",
@@ -880,9 +902,14 @@ def test_what_an_operator_sets_alike_in_every_call_or_nobody_reads_is_no_matter(
             "        y = y - self.own",
         ),
         ("[]", "self.own.append(y.detach().mean()); y = y + sum(self.own)"),
+        ("None", "self.own = y.detach() if self.own is None else self.own; y = y - self.own[0]"),
         ("torch.zeros(6)", "self.own.add_(y.detach().mean(0)); y = y + self.own"),
         ("np.zeros(1)", "self.own += 1; y = y * float(self.own[0])"),
         ("None", "Meter.calls += 1; y = y * Meter.calls"),
+        (
+            "[nn.Sequential(nn.BatchNorm1d(6))]",
+            "m = self.own[0][0].running_mean.add_(y.detach().mean(0)); y = y - m",
+        ),
     ],
 )
 def test_an_operator_keeps_state_only_if_the_user_has_named_it(
@@ -894,6 +921,56 @@ def test_an_operator_keeps_state_only_if_the_user_has_named_it(
         make_job(f"{path}:Model").training_graph(4)
     assert "register_buffer(), or name the submodule" in str(caught.value.hint)
     assert operators(make_job(f"{path}:Model", opaque=["kept"]).training_graph(4)) == ["kept"]
+
+
+MEAN = "m = y.detach().mean(0); "
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        MEAN + "self.mean = m if self.mean is None else self.mean + m; y = y - self.mean",
+        MEAN + "self.mean = m if self.mean is None else self.mean; y = y - self.mean",
+    ],
+)
+def test_a_buffer_that_an_operator_sets_first_gets_a_value_in_the_factory(
+    make_job, write_modules, code: str
+) -> None:
+    first = "self.register_buffer('mean', None)"
+    path = write_modules({}, BESIDE.format(first=first, code=code, forward="y = self.kept(x)"))
+    with pytest.raises(
+        CaptureError, match=r"keeps 'kept.mean' from one step to the next"
+    ) as caught:
+        make_job(f"{path}:Model").training_graph(4)
+    assert "give it a value in the factory" in str(caught.value.hint)
+
+
+HELD = "[nn.Buffer(torch.zeros(6))]; self.mean = self.own[0]"
+
+
+@pytest.mark.parametrize(
+    ("first", "code", "says"),
+    [
+        (HELD, f"{MEAN}self.mean.add_(m); y = y - self.own[0]", "reads the buffer 'kept.mean'"),
+        (HELD, f"{MEAN}self.own[0].add_(m); y = y - self.mean", "writes the buffer 'kept.mean'"),
+        ("nn.Buffer(torch.zeros(6)); self.part = [self.own[:3]]",
+         f"{MEAN}self.own = m; y = y - self.part[0].sum()", "reads the buffer 'kept.own'"),
+        ("None", "y = y - self.norm[0].running_mean", "reads the buffer 'norm.running_mean'"),
+        ("None", f"{MEAN}self.norm[0].running_var.add_(m)", "writes the buffer 'norm.running_var'"),
+        ("None", f"{MEAN}self.norm[0].running_var = m", "assigns the buffer 'norm.running_var'"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("opaque", [[], ["kept"]], ids=["unasked", "named"])
+def test_an_operator_uses_buffers_that_change_by_their_names_alone(
+    make_job, write_modules, place_of, first: str, code: str, says: str, opaque: list[str]
+) -> None:
+    more = BESIDE.format(first=first, code=code, forward="y = self.norm(self.kept(x))")
+    more += "class Beside(Model):\n    def __init__(self):\n        super().__init__()\n"
+    more += "        self.norm = nn.BatchNorm1d(6)\n        self.kept.norm = [self.norm]\n"
+    path = write_modules({}, more)
+    with pytest.raises(CaptureError, match=f"kept, which .* {says}") as caught:
+        make_job(f"{path}:Beside", opaque=opaque).training_graph(4)
+    assert "assigns" in says or place_of(path, code) in caught.value.message
 
 
 @pytest.mark.parametrize(
