@@ -27,6 +27,7 @@ from pipectl.capture.draws import seeded_draws
 from pipectl.capture.leaves import is_choice
 from pipectl.capture.model_with_loss import States, own_name, register_dataclasses
 from pipectl.capture.python_state import entries_inside, is_same_value, own_generators, put
+from pipectl.capture.randomness import reseeded
 from pipectl.capture.refusals import Refusal, RefusedError
 from pipectl.capture.tensors import is_deferred, storage_of, storages_in, tensors_in
 from pipectl.torch_api import buffers_of, count_nodes, functions_since, is_in_backward, pytree
@@ -457,7 +458,9 @@ class Opaque:
             result, buffers, *_ = self._states.call_module(values[:count], args, kwargs)
         if differentiable and self.outline.functions:
             functions = functions_since(tensors_in(result), nodes)
-            self._states.lend_to_backwards(functions, values[:count])
+            # The shared generators are seeded by then; see `seed_backward`.
+            own = partial(reseeded, self._generators) if self._generators else nullcontext
+            self._states.lend_to_backwards(functions, values[:count], own)
         return result, buffers
 
     def _checked(self, result: Any, samples: int, known: Sequence[Tensor]) -> list[Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from pipectl.capture import CapturedGraph, CapturedJob
 from pipectl.capture.opaque import Opaque, enter, leave
 from pipectl.capture.python_state import changed_state, state_values
-from pipectl.capture.randomness import seed_libraries, states_of
+from pipectl.capture.randomness import seed_backward, seed_libraries, states_of
 from pipectl.capture.tensors import is_deferred
 from pipectl.errors import CaptureError, FaultError
 from tests.capture.conftest import MODELS
@@ -376,6 +376,39 @@ def test_a_block_with_generators_of_its_own_draws_by_seed_alone(
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     assert states_of(noise._generators) == before
+
+
+JITTER = """
+class Jitter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, generator):
+        ctx.generator = generator
+        return x * 1
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * torch.rand(6, generator=ctx.generator), None
+"""
+
+
+def test_a_backward_of_a_block_draws_from_its_own_generator_by_seed_alone(
+    make_job, write_modules
+) -> None:
+    table = {"Noise": ("torch.Generator()", "x = Jitter.apply(x, self.kept)")}
+    job = make_job(f"{write_modules(table, JITTER)}:layers", opaque=["1"])
+    noise = opaque_of(job.training_graph(4))
+    before = states_of([job.model[1].kept])
+
+    def gradient(seed: int) -> Tensor:
+        x = torch.ones(4, 6, requires_grad=True)
+        seed_libraries(seed, 0)
+        result = noise(4, *job.model[1].parameters(), x)
+        seed_backward(result, seed, 0)
+        return torch.autograd.grad(result.sum(), x)[0]
+
+    first, other, again = gradient(1), gradient(2), gradient(1)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert states_of([job.model[1].kept]) == before
 
 
 def test_a_block_that_seeds_itself_draws_the_same_in_each_call(make_job, write_modules) -> None:
