@@ -46,7 +46,8 @@ _CHANGED = (
 )
 _IN_STEPS = (
     "it draws random numbers in its steps or evaluations (dropout, noise), or its sampler draws "
-    "them batch by batch"
+    "them batch by batch; give the DataLoader a generator of its own "
+    "(generator=torch.Generator().manual_seed(0))"
 )
 _ONCE = (
     "it reads other data by a DataLoader with persistent_workers, which draws a random number only "
