@@ -442,12 +442,20 @@ def _add_order(parts: Parts, found: Findings, compared: Compared) -> None:
     if compared.reorders:
         words = f"of later epochs is another one than in the script: {compared.reorders}"
         found.differs.append(Finding("order", words, parts.loading.place))
-    elif compared.epochs > 1 and (place := _draws_at_times(parts)) is not None:
+    elif not _has_second_epoch(parts, found, compared):
+        pass
+    elif (place := _draws_at_times(parts)) is not None:
         words = "of later epochs may be another one than in the script: this line is run in some "
         words += "epochs, or after some steps, only, and to read data or to sample draws random "
         words += "numbers; give the DataLoader a generator of its own "
         words += "(generator=torch.Generator().manual_seed(0))"
         found.differs.append(Finding("order", words, place))
+    elif compared.epochs == 1 and _follows_shared(parts):
+        words = "of later epochs is another one than in the script if that draws random numbers in "
+        words += "between, by reading other data say: its second epoch could not be compared; give "
+        words += "the DataLoader a generator of its own "
+        words += "(generator=torch.Generator().manual_seed(0))"
+        found.differs.append(Finding("order", words, parts.loading.place))
     made = parts.seen.made_by.get(id(parts.optimizer), ())
     for place in later_trainings(parts.seen.frames, made)[:_NAMED]:
         words = "trains after this training, and the job is the first training alone: give what "
@@ -455,13 +463,23 @@ def _add_order(parts: Parts, found: Findings, compared: Compared) -> None:
         found.left.append(Finding("a later training", words, place))
 
 
+def _has_second_epoch(parts: Parts, found: Findings, compared: Compared) -> bool:
+    """Whether the job has, as far as its steps tell."""
+    of_epoch = parts.known_steps_per_epoch
+    return compared.epochs > 1 or (of_epoch is not None and found.training["steps"] > of_epoch)
+
+
 def _draws_at_times(parts: Parts) -> Place | None:
     """The line that may draw random numbers in some epochs only, where the order follows them."""
-    if isinstance(parts.loader.dataset, IterableDataset):
-        return None
     place = draws_at_times(loops_of_job(parts), parts.loader)
-    is_free = place is None or not parts.dataset().order.follows_shared_generators()
-    return None if is_free else place
+    return None if place is None or not _follows_shared(parts) else place
+
+
+def _follows_shared(parts: Parts) -> bool:
+    """Whether the order of each epoch follows the random numbers that all share."""
+    if isinstance(parts.loader.dataset, IterableDataset) or id(parts.loader) in parts.seen.cycled:
+        return False
+    return bool(parts.dataset().order.follows_shared_generators())
 
 
 def _batches(parts: Parts, compared: Compared) -> Iterator[Finding]:

@@ -474,11 +474,9 @@ def test_a_step_that_goes_on_in_the_next_epoch_is_named(found_in, beginning, tmp
         f"    optimizer.step(); optimizer.zero_grad()\n"
     )
     (tmp_path / "script.py").write_text(f"{beginning}{text}")
-    (found,) = found_in(Command(str(tmp_path / "script.py"))).differs
-    assert (found.what, "fills the last step of an epoch from" in found.value) == (
-        "accumulation",
-        True,
-    )
+    order, found = found_in(Command(str(tmp_path / "script.py"))).differs
+    assert (order.what, found.what) == ("order", "accumulation")
+    assert "fills the last step of an epoch from" in found.value
 
 
 def test_schedules_of_epochs_follow_the_epochs_of_the_job(beginning, tmp_path):

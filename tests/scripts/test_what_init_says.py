@@ -201,6 +201,13 @@ def test_later_epochs_have_the_scripts_order_whatever_it_reads_in_between(
         assert [float(data[i][0][0]) for i in data.order(epoch)] == wanted[epoch].tolist()
 
 
+def test_a_second_epoch_that_could_not_be_compared_is_named(found_in, beginning, tmp_path):
+    """Between epochs this script writes, where it is stopped, and reads other data."""
+    text = f"read = []\n{EPOCHS}{EVALUATION}    open('log', 'w').close()\n"
+    (found,) = found_in(written(tmp_path, beginning, text)).differs
+    assert (found.what, "its second epoch could not be" in found.value) == ("order", True)
+
+
 def test_what_is_drawn_only_once_is_named(found_in, beginning, tmp_path):
     text = EPOCHS.replace("batch_size=8)", f"batch_size=8, {STAYS})")
     (found,) = found_in(written(tmp_path, beginning, f"read = []\n{text}{EVALUATION}")).differs
