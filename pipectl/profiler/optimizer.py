@@ -22,7 +22,7 @@ from pipectl.runtime.optimizer import (
     refuse_half_parameters,
     tensors_in_state,
 )
-from pipectl.runtime.option_trials import refuse_unsteady_options
+from pipectl.runtime.option_trials import refuse_options
 from pipectl.runtime.trial_parameters import lent
 from pipectl.runtime.update_trials import (
     refuse_coupled_updates,
@@ -45,8 +45,9 @@ def optimizer_cost(job: CapturedJob, device: Device) -> OptimizerCost:
     """
     place = device.torch_device
     refuse_outer_state(job, place)
-    refuse_unsteady_options(job, place)
-    if may_divide(job.spec):
+    divides = may_divide(job.spec)
+    refuse_options(job, place, divides=divides)
+    if divides:
         refuse_coupled_updates(job, place)
     with as_refusal():
         refuse_late_changes(job, place)

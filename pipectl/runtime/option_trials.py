@@ -57,24 +57,55 @@ class _Difference(NamedTuple):
     steps: int
 
 
-def refuse_unsteady_options(job: CapturedJob, device: torch.device) -> None:
+def refuse_options(job: CapturedJob, device: torch.device, *, divides: bool) -> None:
     """Raise if options depend on values of weights or gradients, or on numbers drawn at random.
+
+    Args:
+        divides: whether ranks update different parameters, so that options must not depend on
+            other parameters either.
 
     Raises:
         CaptureError: naming the option and the parameter.
     """
     trials = _Trials(job, device)
     found = trials.difference(trials.names, changes=True)
-    if found is None:
-        return
-    schedule = job.spec.lr_scheduler
+    if found is not None:
+        raise _refusal_of_values(job, found)
+    if divides and not job.spec.optimizer.is_of_script:
+        _refuse_parts(job, trials, _parts(trials.names))
+
+
+def refuse_options_of_rank(job: CapturedJob, device: torch.device, updated: Container[str]) -> None:
+    """Raise if the parameters of a rank by themselves get other options than among all.
+
+    Args:
+        updated: those that the rank updates, by full name.
+
+    Raises:
+        CaptureError: naming the option and the parameter.
+    """
+    trials = _Trials(job, device)
+    part = [name for name in trials.names if name in updated]
+    if part != trials.names and not job.spec.optimizer.is_of_script:
+        _refuse_parts(job, trials, [part])
+
+
+def _refuse_parts(job: CapturedJob, trials: _Trials, parts: Sequence[Sequence[str]]) -> None:
+    for part in parts:
+        found = trials.difference(part)
+        if found is not None:
+            raise _refusal_of_parts(job, found)
+
+
+def _refusal_of_values(job: CapturedJob, found: _Difference) -> CaptureError:
+    factory, schedule = job.spec.optimizer.factory, job.spec.lr_scheduler
     if found.steps < 0 or schedule is None:
-        raise CaptureError(
-            f"optimizer: {job.spec.optimizer.factory} computes {found.what} from weights or random "
+        return CaptureError(
+            f"optimizer: {factory} computes {found.what} from weights or random "
             f"numbers ({found.values}), and every rank calls it, and again when a run resumes",
             hint="write numbers into its kwargs, or under optimizer.groups",
         )
-    raise CaptureError(
+    return CaptureError(
         f"lr_scheduler: {schedule.factory} computes rates from weights, gradients or random "
         f"numbers ({found.what} is {found.values} after {found.steps} steps), which are others on "
         "each rank, and when a run resumes",
@@ -83,29 +114,7 @@ def refuse_unsteady_options(job: CapturedJob, device: torch.device) -> None:
     )
 
 
-def refuse_options_of_parts(
-    job: CapturedJob, device: torch.device, part: Container[str] | None = None
-) -> None:
-    """Raise if some of the parameters by themselves get other options than among all.
-
-    Args:
-        part: these parameters, by full name; by default some of all kinds of parts.
-
-    Raises:
-        CaptureError: naming the option and the parameter.
-    """
-    trials = _Trials(job, device)
-    names = trials.names
-    parts = _parts(names) if part is None else [[each for each in names if each in part]]
-    if job.spec.optimizer.is_of_script or parts == [names]:
-        return
-    for some in parts:
-        found = trials.difference(some)
-        if found is not None:
-            raise _refusal(job, found)
-
-
-def _refusal(job: CapturedJob, found: _Difference) -> CaptureError:
+def _refusal_of_parts(job: CapturedJob, found: _Difference) -> CaptureError:
     factory, schedule = job.spec.optimizer.factory, job.spec.lr_scheduler
     if found.steps < 0 or schedule is None:
         return CaptureError(
@@ -244,6 +253,8 @@ def _is_option(optimizer: Any, key: str, value: Any) -> bool:
 
 def _text(option: Any) -> str:
     """The values of an option; of objects, which each call may make anew, only their types."""
+    if isinstance(option, _PLAIN):
+        return repr(option)
     leaves = [
         str(leaf.tolist())
         if isinstance(leaf, Tensor)

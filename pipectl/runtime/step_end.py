@@ -20,7 +20,7 @@ from pipectl.runs import NotFinite
 from pipectl.runtime.finite import BufferCheck
 from pipectl.runtime.gradients import LossScale, clip_gradients, gradient_norms, total_norm
 from pipectl.runtime.optimizer import make_updater
-from pipectl.runtime.option_trials import refuse_options_of_parts
+from pipectl.runtime.option_trials import refuse_options_of_rank
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.step import Outcome, StepRun
 from pipectl.runtime.stopping import GO_ON, MOVE, WAIT, StopRequest
@@ -74,7 +74,7 @@ class StepEnd:
         trained = self._trained_parameters = _trained(parameters)
         self._trained_of = {i: _trained(stage.parameters) for i, stage in stages.items()}
         self.owned_parameters = {n: p for n, p in trained.items() if n in setup.saved}
-        refuse_options_of_parts(job, setup.device.torch_device, self.updated)
+        refuse_options_of_rank(job, setup.device.torch_device, self.updated)
         self.updater = make_updater(job, self.updated)
         self._follow_parameters()  # it may have moved them into one vector
         self.loss_scale = (

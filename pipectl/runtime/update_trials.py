@@ -33,7 +33,6 @@ from pipectl.runtime.optimizer import (
     restore_state,
     state_of,
 )
-from pipectl.runtime.option_trials import refuse_options_of_parts
 from pipectl.runtime.trial_parameters import lent, same_draws
 from pipectl.torch_api import TorchDispatchMode, uncompiled
 
@@ -80,9 +79,8 @@ def refuse_coupled_updates(job: CapturedJob, device: torch.device) -> None:
     not accept them, nothing is refused.
 
     Raises:
-        CaptureError: some update or option differs.
+        CaptureError: some update differs.
     """
-    refuse_options_of_parts(job, device)
     if _depend(job, device):
         raise CaptureError(
             f"optimizer: {job.spec.optimizer.factory} updates a parameter differently if there are "

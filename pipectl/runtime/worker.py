@@ -51,7 +51,7 @@ from pipectl.runtime.feed import reads_once
 from pipectl.runtime.nodes import check_supported, check_world, node_name
 from pipectl.runtime.offload import check_space, offload_directory
 from pipectl.runtime.optimizer import divides
-from pipectl.runtime.option_trials import refuse_unsteady_options
+from pipectl.runtime.option_trials import refuse_options
 from pipectl.runtime.rank_process import run_rank, say, warn
 from pipectl.runtime.rebalancing import Rebalancing, can_move
 from pipectl.runtime.setup import Setup
@@ -207,8 +207,9 @@ def _check_updates(job: CapturedJob, plan: Plan, device: Device, *, warns: bool)
             f"optimizer: {spec.optimizer.factory} keeps something outside of `self.state`, which "
             "no checkpoint has: a resumed run goes on in another way than one that never ended"
         )
-    refuse_unsteady_options(job, device.torch_device)
-    if divides(plan):
+    is_divided = divides(plan)
+    refuse_options(job, device.torch_device, divides=is_divided)
+    if is_divided:
         refuse_coupled_updates(job, device.torch_device)
     if is_unflushed(plan):
         refuse_own_memory(job, device.torch_device)

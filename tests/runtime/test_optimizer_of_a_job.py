@@ -21,6 +21,7 @@ from pipectl.runtime.changed_optimizer import restore_optimizer
 from pipectl.runtime.checkpoint import Keep, Saver, Stored, take_snapshot
 from pipectl.runtime.manifest import Manifest
 from pipectl.runtime.optimizer import Updater, make_updater
+from pipectl.runtime.option_trials import refuse_options
 from pipectl.runtime.update_trials import (
     loses_state,
     refuse_coupled_updates,
@@ -639,9 +640,11 @@ def test_an_optimizer_that_goes_on_where_another_one_was_is_refused(job: Maker, 
 def test_groups_that_are_in_another_order_on_other_ranks_need_one_schedule(job: Maker) -> None:
     own = {"lr_scheduler": f"{HERE}:by_group"}
     for kwargs, schedule in (({"fixed": True}, own), ({}, {}), ({}, {"lr_scheduler": CYCLE})):
-        refuse_coupled_updates(job("by_kind", kwargs, **schedule), torch.device("cpu"))
+        made = job("by_kind", kwargs, **schedule)
+        refuse_options(made, torch.device("cpu"), divides=True)
+        refuse_coupled_updates(made, torch.device("cpu"))
     with pytest.raises(CaptureError, match=r"^lr_scheduler: .*:by_group has other rates") as caught:
-        refuse_coupled_updates(job("by_kind", **own), torch.device("cpu"))
+        refuse_options(job("by_kind", **own), torch.device("cpu"), divides=True)
     assert "write them under optimizer.groups" in str(caught.value.hint)
 
 

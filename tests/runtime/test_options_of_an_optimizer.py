@@ -18,7 +18,7 @@ from pipectl.capture import CapturedJob
 from pipectl.errors import CaptureError
 from pipectl.profiler.optimizer import optimizer_cost
 from pipectl.runtime.device import choose_device
-from pipectl.runtime.option_trials import refuse_options_of_parts, refuse_unsteady_options
+from pipectl.runtime.option_trials import refuse_options, refuse_options_of_rank
 from pipectl.runtime.update_trials import (
     loses_state,
     refuse_coupled_updates,
@@ -145,16 +145,16 @@ def test_options_by_position_or_number_are_refused(job: Maker, by: str) -> None:
     words = r":divided gives another lr for '.*(0\.1 instead of 0\.2|0\.2 instead of 0\.1)\), so it"
     for ways in ({}, {"fused": True}, {"name": "Adagrad"}):
         made = job({"by": by, "ways": ways})
-        refuse_unsteady_options(made, CPU)
+        refuse_options(made, CPU, divides=False)
         with pytest.raises(CaptureError, match=words) as caught:
-            refuse_coupled_updates(made, CPU)
+            refuse_options(made, CPU, divides=True)
         assert "write the groups under optimizer.groups" in str(caught.value.hint)
     made.release([name for name in made.states if not name.startswith("model.2")])  # as on a rank
     names = [*dict(made.wrapper.named_parameters())]
-    refuse_options_of_parts(made, CPU, names)
+    refuse_options_of_rank(made, CPU, names)
     if by != "last":
         with pytest.raises(CaptureError, match=words):
-            refuse_options_of_parts(made, CPU, names[4:])
+            refuse_options_of_rank(made, CPU, names[4:])
 
 
 @pytest.mark.parametrize("schedule", [None, "step", "seed"])
@@ -163,7 +163,7 @@ def test_options_by_each_parameter_and_rates_by_steps_are_not(job: Maker, schedu
         by = "labels" if name == "AdamW" and schedule is None else "kind"
         made = job({"by": by, "ways": {"name": name}}, schedule)
         before = {name: (each.data_ptr(), each.clone()) for name, each in made.states.items()}
-        refuse_unsteady_options(made, CPU)
+        refuse_options(made, CPU, divides=True)
         refuse_coupled_updates(made, CPU)
         for name, (place, value) in before.items():
             assert made.states[name].data_ptr() == place
@@ -173,14 +173,14 @@ def test_options_by_each_parameter_and_rates_by_steps_are_not(job: Maker, schedu
 @pytest.mark.parametrize("by", ["norm", "random"])
 def test_options_by_weights_or_random_numbers_are_refused(job: Maker, by: str) -> None:
     with pytest.raises(CaptureError, match=r"^optimizer: .* computes lr for '0.weight' from we"):
-        refuse_unsteady_options(job({"by": by}), CPU)
+        refuse_options(job({"by": by}), CPU, divides=False)
 
 
 @pytest.mark.parametrize("what", ["norm", "growth", "model", "gradient", "random"])
 def test_rates_by_weights_or_random_numbers_are_refused(job: Maker, what: str) -> None:
-    refuse_unsteady_options(job({"by": "kind"}, "number"), CPU)
+    refuse_options(job({"by": "kind"}, "number"), CPU, divides=False)
     with pytest.raises(CaptureError, match=r"^lr_scheduler: .*:following computes rates from wei"):
-        refuse_unsteady_options(job({"by": "kind"}, what), CPU)
+        refuse_options(job({"by": "kind"}, what), CPU, divides=False)
 
 
 def test_rates_by_the_number_of_parameters_are_refused(job: Maker) -> None:
@@ -304,4 +304,4 @@ def test_a_script_whose_optimizer_looks_at_all_parameters_is_refused(
 
 def test_a_script_whose_rates_follow_its_weights_is_refused(script: Any) -> None:
     with pytest.raises(CaptureError, match=r"^lr_scheduler: .* computes rates from weights"):
-        refuse_unsteady_options(script(SGD, SCHEDULE.format("norm")), CPU)
+        refuse_options(script(SGD, SCHEDULE.format("norm")), CPU, divides=False)
