@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from pipectl.capture.sources import follow_imports
 from pipectl.errors import CaptureError, WorkerError, lacks_memory
 from pipectl.faults import user_line
 from pipectl.spec import references
 from pipectl.spec.code import is_source
+from pipectl.spec.sources import follow_imports
 from pipectl.units import did_you_mean
 
 _USER = "pipectl_user_"

@@ -21,6 +21,7 @@ from pipectl.script.order import directory, own_signals
 from pipectl.script.unwritten import unwritten
 from pipectl.spec import JobSpec
 from pipectl.spec.code import is_source, read_source
+from pipectl.spec.sources import follow_imports
 
 USER = "pipectl_user_"
 """Begins the names of modules that are made of the user's files."""
@@ -158,6 +159,7 @@ def as_main(command: Command) -> Iterator[tuple[Any, dict[str, Any]]]:
     sys.argv = [str(path), *command.arguments]
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
+    follow_imports()
     try:
         seed_everything(command.seed)
         with directory(command.place), own_signals(), warnings.catch_warnings():

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pipectl.capture import sources
 from pipectl.profile import Profile
 from pipectl.profiler import neighbours
 from pipectl.runs import list_runs, read_exit_code, read_metrics
+from pipectl.spec import sources
 from tests.batch.job_requests import wait_until
 
 PATH = os.environ["PATH"]

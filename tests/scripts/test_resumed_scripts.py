@@ -1,14 +1,18 @@
 """Jobs of scripts that go on from a checkpoint, with more steps or other arguments."""
 
 import json
+import sys
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 import pytest
 
-from pipectl.runs import read_metrics
+from pipectl.runs import RunDirectory, read_metrics
+from pipectl.runs.code import Code, keep, using_code_of
 from pipectl.script import Command
 from pipectl.script.plain import own_losses
-from pipectl.spec import load
+from pipectl.script.run import as_main
+from pipectl.spec import load, sources
 
 SCRIPT = """
 import argparse
@@ -83,3 +87,21 @@ def test_a_job_of_a_script_goes_on_as_the_script_that_trains_longer(run_of, laun
     assert rates == pytest.approx(
         {step: 0.01 * 0.5 ** ((step - 1) // 6) for step in range(STOPPED + 1, STEPS + 1)}
     )
+
+
+def test_a_script_imports_what_its_run_has_kept(tmp_path, monkeypatch):
+    """No factory of a job of a script is imported, so the script itself must be told."""
+    monkeypatch.setattr(SourceFileLoader, "get_code", sources._read_code)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    beside = tmp_path / "kept_beside.py"
+    beside.write_text("WIDTH = 1\n")
+    (tmp_path / "train.py").write_text("from kept_beside import WIDTH\n")
+    job = tmp_path / "job.yaml"
+    job.write_text("script: {file: ./train.py}\ntraining: {steps: 4, batch_size: 8}\n")
+    run = RunDirectory.create(tmp_path / "runs", "tiny", 0.0)
+    keep(run, Code.of(load(job)), 1, None)
+    beside.write_text("WIDTH = 2\n")
+    with using_code_of(run), as_main(Command.of(load(job))) as (code, space):
+        exec(code, space)
+    sys.modules.pop("kept_beside")
+    assert space["WIDTH"] == 1

@@ -27,12 +27,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pipectl.capture import sources
 from pipectl.jobs import profiles
 from pipectl.link import RowTimes
 from pipectl.profiler import effort
 from pipectl.runtime import waiting
-from pipectl.spec import code
+from pipectl.spec import code, sources
 
 LOADED = [
     *("pipectl.cli", "pipectl.jobs.in_job", "pipectl.jobs.planning", "pipectl.jobs.prepare"),
