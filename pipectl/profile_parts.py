@@ -337,8 +337,8 @@ class HalvedLoss:
 
 @dataclass(frozen=True)
 class LoadedFile:
-    """A file of the user's code that no import names, and that the model or the data have loaded:
-    through a changed ``sys.path``, by a computed name, or by its path.
+    """A file that the model or the data have loaded, and that no import names: code, through a
+    changed ``sys.path``, by a computed name or by its path; or settings that the code has opened.
 
     Args:
         path: absolute.

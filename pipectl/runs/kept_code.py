@@ -50,8 +50,9 @@ class KeptFile:
         copy: path of the copy, relative to ``code/``; null if there is none.
         names: dotted names under which it is imported.
         found: how it came to be known: an ``import`` names it, or the job; the code has loaded it
-            in another way (``load``), so that names mean it only where its directory is searched;
-            or it is ``beside`` code that loads files in other ways, and none has loaded it so far.
+            in another way (``load``), or opened it, so that names mean it only where its directory
+            is searched; or it is ``beside`` code that loads files in other ways, and none has
+            loaded it so far.
         package: see :class:`pipectl.profile_parts.LoadedFile`.
     """
 

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 from pipectl.profile_parts import LoadedFile
@@ -120,9 +121,32 @@ def note_loaded(path: Path, content: bytes, name: str, package: str | None) -> N
     _loaded[path] = file, b"" if package else content
 
 
+_opened: dict[Path, dict[Path, LoadedFile]] = {}
+"""By directory."""
+_MAX_OPENED = 16
+"""Of a directory; one with more such files has data."""
+_MAX_DIRECTORIES = 64
+
+
+def note_opened(path: Path, content: bytes) -> None:
+    """Note that the user's code in this process reads a file of settings.
+
+    Args:
+        path: absolute.
+    """
+    beside = _opened.get(path.parent, {})
+    if len(_opened) < _MAX_DIRECTORIES:
+        _opened[path.parent] = beside
+    if path in beside or len(beside) <= _MAX_OPENED:
+        beside[path] = LoadedFile(str(path), hashlib.sha256(content).hexdigest())
+
+
 def loaded_files() -> list[LoadedFile]:
-    """The source files that this process runs, apart from those of installed packages."""
-    return [file for file, _ in _loaded.values()]
+    """The source files that this process runs, apart from those of installed packages, and the
+    files of settings that they read.
+    """
+    opened = [files.values() for files in _opened.values() if len(files) <= _MAX_OPENED]
+    return [*(file for file, _ in _loaded.values()), *chain.from_iterable(opened)]
 
 
 def content_of(file: LoadedFile) -> bytes | None:

@@ -8,32 +8,44 @@ Files are found in many ways: by imports, which `_Finder` looks up in the snapsh
 file may be gone by now; and by their paths (``spec_from_file_location``, ``runpy``), or where user
 code lets Python search. All of them are read by `SourceFileLoader` or `io.open_code`. These take
 the content from the snapshot, and note what this process runs of the user's code.
+
+What that code reads by itself stays as it is. Small files of settings (YAML, JSON...), from which
+models are often built, are noted, too, so that a later change of them is not missed.
 """
 
 from __future__ import annotations
 
+import builtins
 import io
 import linecache
+import pathlib
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import decode_source, spec_from_file_location
 from math import inf
+from os import PathLike, fspath
 from pathlib import Path
-from types import CodeType, ModuleType
+from stat import S_ISREG
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 from pipectl.faults import is_user_code
 from pipectl.libraries import large_package
-from pipectl.spec.code import Snapshot, active, directory_of, note_loaded, plain_path
+from pipectl.spec.code import Snapshot, active, directory_of, note_loaded, note_opened, plain_path
 
 _began_s: float | None = None
 """When user code began to run here. What is written later is code that it makes."""
 _read_code = SourceFileLoader.get_code
 _open_code = io.open_code
+_open_file = io.open
+_SETTINGS = (".json", ".yaml", ".yml", ".toml", ".ini", ".cfg")
+_MAX_SETTINGS_BYTES = 2**20
+_PACKAGE = str(Path(__file__).parents[1])
 
 
 def _source_of(name: str, location: str) -> tuple[bytes | None, bool]:
@@ -79,6 +91,36 @@ def _open(path: str) -> Any:
     return _open_code(path) if content is None else io.BytesIO(content)
 
 
+@wraps(io.open)
+def _open_noted(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+    """A file as :func:`open` gives it, noted if it has settings that user code reads."""
+    opened = _open_file(file, mode, *args, **kwargs)
+    if isinstance(file, str | PathLike) and not {*mode} & {*"wax+"}:
+        name = fspath(file)
+        if isinstance(name, str) and name.endswith(_SETTINGS) and _is_of_user(sys._getframe(1)):
+            _note_settings(Path(plain_path(name)))
+    return opened
+
+
+def _is_of_user(frame: FrameType | None) -> bool:
+    """Whether user code asks for something, by itself or through a library."""
+    while frame is not None and not is_user_code(name := frame.f_code.co_filename):
+        frame = None if name.startswith(_PACKAGE) else frame.f_back
+    return frame is not None
+
+
+def _note_settings(path: Path) -> None:
+    """Note a file, unless it is a library's, hidden (a cache), large, or made by this process."""
+    if any(part.startswith(".") for part in path.parts) or not is_user_code(str(path)):
+        return
+    with suppress(OSError):
+        status = path.stat()
+        is_earlier = status.st_mtime < (_began_s or inf)
+        if S_ISREG(status.st_mode) and status.st_size <= _MAX_SETTINGS_BYTES and is_earlier:
+            with _open_file(path, "rb") as opened:
+                note_opened(path, opened.read())
+
+
 class _Finder(MetaPathFinder):
     """Finds the modules of the snapshot that this process uses, if it uses one."""
 
@@ -122,5 +164,8 @@ def follow_imports() -> None:
     if SourceFileLoader.get_code is not _get_code:
         SourceFileLoader.get_code = _get_code  # type: ignore[method-assign,assignment]
         io.open_code = _open
+        vars(builtins)["open"] = vars(io)["open"] = _open_noted
+        if accessor := vars(pathlib).get("_NormalAccessor"):  # of Python 3.10
+            accessor.open = staticmethod(_open_noted)
     if active() is not None and _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)

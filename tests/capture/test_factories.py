@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from math import inf
@@ -631,6 +633,54 @@ def test_a_module_has_the_content_of_the_snapshot_and_the_path_of_its_file(
     assert [*tmp_path.rglob("*.pyc")] == []
     for name in ("kept_helper", "kept_nets", "kept_nets.inner", "kept_nets.late"):
         assert sys.modules.pop(name).__file__
+
+
+OPENS = """\
+import json
+from pathlib import Path
+import yaml
+HERE = Path(__file__).parent
+SIZES = json.loads((HERE / 'sizes.json').read_text())
+def build():
+    with open(HERE / 'nets/net.yaml') as file:
+        net = yaml.safe_load(file)
+    for name in ('.cache/a.json', 'text.txt', 'vast.json', *(f'data/{i}.json' for i in range(17))):
+        (HERE / name).read_bytes()
+    (HERE / 'sizes.json').write_text(json.dumps({'b': net['a']}))
+    (HERE / 'own.json').write_text('1')
+    return net['a'], SIZES['b'], (HERE / 'own.json').read_text()
+"""
+
+
+def test_settings_that_user_code_opens_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not caches, data, and what the code itself makes."""
+    names = ["sizes.json", "nets/net.yaml", ".cache/a.json", "text.txt", "vast.json"]
+    for name in (*names, *(f"data/{i}.json" for i in range(17))):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"a": 1, "b": 2}' + " " * (2**20 * (name == "vast.json")))
+        os.utime(tmp_path / name, (1e9, 1e9))
+    (tmp_path / "own.py").write_text(OPENS)
+    own, job = "./own.py:build", tmp_path / "job.yaml"
+    job.write_text(
+        f'model: "{own}"\nloss: model\ndata: "{own}"\ntraining: {{steps: 1, batch_size: 1}}\n'
+        "site_defaults: false\n"
+    )
+    sources.follow_imports()
+    monkeypatch.setattr(sources, "_began_s", time.time() - 60)
+    assert found(own, tmp_path)() == (1, 2, "1")
+    opened = [each for each in loaded_here() if each.path.startswith(f"{tmp_path}/")]
+    opened = [each for each in opened if not each.path.endswith(".py")]
+    assert [each.path for each in opened] == [str(tmp_path / name) for name in names[:2]]
+    run = RunDirectory.create(tmp_path / "runs", "tiny", 0.0)
+    (tmp_path / "sizes.json").write_text('{"a": 1, "b": 2}')
+    keep(run, Code.of(load(job)).with_loaded(opened), 1, None)
+    assert read_code(run).changed() == []
+    (tmp_path / "nets/net.yaml").write_text('{"a": 3}')
+    (changed,) = read_code(run).changed()
+    assert (changed.path, changed.copy) == (str(tmp_path / "nets/net.yaml"), None)
+    assert [*map(is_changed, opened)] == [False, True]
 
 
 LOADED_AT_RUN_TIME = {

@@ -63,6 +63,7 @@ def load(*modules: str) -> None:
     # No user's code has run here yet.
     vars(sources)["_began_s"] = None
     vars(code)["_loaded"].clear()
+    vars(code)["_opened"].clear()
     gc.freeze()  # what is loaded is shared with the forks for as long as nobody writes to it
 
 
