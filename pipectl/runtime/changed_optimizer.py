@@ -30,10 +30,10 @@ def restore_optimizer(
         What to tell about state that is not that of the checkpoint.
     """
     optimizer: Any = updater.optimizer
-    now, told = updater.origin, set[str]()
+    told = set[str]()
     kept, changed = dict[str, nn.Parameter](), dict[str, nn.Parameter]()
     for name, parameter in parameters.items():
-        origin = stored.origin(name)
+        origin, now = stored.origin(name), updater.origin(name)
         if origin is not None and origin.kind != now.kind:
             told.add(
                 f"optimizer: {now.kind} begins with new state; that of the checkpoint is of "

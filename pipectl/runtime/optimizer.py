@@ -50,11 +50,11 @@ _COUNTERS = frozenset({"step", "mu_product"})
 
 
 class Origin(NamedTuple):
-    """What has made the state of an optimizer.
+    """What has made the optimizer's state of a parameter.
 
     Args:
         kind: its class, with the package.
-        options: of the job and of the groups, as JSON.
+        options: of the job and of the parameter's group, as JSON.
     """
 
     kind: str
@@ -70,7 +70,7 @@ class Updater:
         watches: whether the schedule follows the loss of evaluations, as ReduceLROnPlateau does.
         losses: of evaluations, which such a schedule has received.
         parameters: of the optimizer, by full name.
-        options: of the optimizer in the job and in its groups, as JSON.
+        options: of the job and of the parameter's group, as JSON, by full name.
     """
 
     optimizer: torch.optim.Optimizer | None
@@ -79,7 +79,7 @@ class Updater:
     updates: int = 0
     losses: list[float] = field(default_factory=list)
     parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
-    options: str = ""
+    options: Mapping[str, str] = field(default_factory=dict)
     _has_stepped: bool = field(default=False, init=False)
 
     @property
@@ -87,12 +87,12 @@ class Updater:
         """Of the first parameter group; NaN without one."""
         return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer else float("nan")
 
-    @property
-    def origin(self) -> Origin:
-        """What a checkpoint notes of the optimizer."""
+    def origin(self, name: str) -> Origin:
+        """What a checkpoint notes of the optimizer of a parameter."""
         kind = type(self.optimizer)
         # Modules within a package may get other names.
-        return Origin(f"{module_of(kind).partition('.')[0]}.{kind.__qualname__}", self.options)
+        package = module_of(kind).partition(".")[0]
+        return Origin(f"{package}.{kind.__qualname__}", self.options.get(name, ""))
 
     def step(self) -> None:
         """Update the parameters, then the learning rate.
@@ -194,13 +194,7 @@ def make_updater(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> Up
     unhooked = [(name, each) for name, each in trained.items() if not has_gradient_hooks(each)]
     optimizer = make_optimizer(job, trained)
     refuse_parameter_hooks(unhooked)
-    # A script, or a function, may make another optimizer of the same options in the job.
-    in_groups = [
-        {key: value for key, value in group.items() if isinstance(value, _COMPARED)}
-        for group in optimizer.param_groups
-    ]
-    in_job = job.spec.optimizer.model_dump(mode="json")
-    options = json.dumps([in_job, in_groups], sort_keys=True)
+    options = _options_of(job, optimizer, trained)
     updater = Updater(optimizer, None, parameters=trained, options=options)
     if is_of_script:
         assert job.script is not None
@@ -213,6 +207,29 @@ def make_updater(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> Up
     lr_scheduler = call(function, name, optimizer, **deepcopy(schedule.kwargs))
     _refuse_without(lr_scheduler, name, "a schedule of learning rates", "step")
     return replace(updater, lr_scheduler=lr_scheduler, watches=_watches(lr_scheduler, job))
+
+
+def _options_of(
+    job: CapturedJob, optimizer: Any, parameters: Mapping[str, nn.Parameter]
+) -> dict[str, str]:
+    """The options of each parameter: a script, or a function, may give others with the same job."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    in_job, options = job.spec.optimizer.model_dump(mode="json"), dict[str, str]()
+    for group in optimizer.param_groups:
+        own = {
+            key: value
+            for key, value in group.items()
+            if isinstance(value, _COMPARED) and is_option(optimizer, key, value)
+        }
+        text = json.dumps([in_job, own], sort_keys=True)
+        options |= {names[id(each)]: text for each in group["params"] if id(each) in names}
+    return options
+
+
+def is_option(optimizer: Any, key: str, value: Any) -> bool:
+    """Whether an entry of a group is neither its parameters nor a name for logs."""
+    is_known = key in getattr(optimizer, "defaults", ())
+    return key != "params" and (is_known or not isinstance(value, str))
 
 
 def _steps_of_epoch(job: CapturedJob) -> int | None:

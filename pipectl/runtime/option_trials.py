@@ -20,7 +20,7 @@ from pipectl.capture import CapturedJob
 from pipectl.capture.model_with_loss import own_name
 from pipectl.capture.tensors import is_deferred
 from pipectl.errors import CaptureError
-from pipectl.runtime.optimizer import make_optimizer, make_updater
+from pipectl.runtime.optimizer import is_option, make_optimizer, make_updater
 from pipectl.runtime.trial_parameters import lent, put, same_draws
 from pipectl.torch_api import pytree
 
@@ -234,7 +234,7 @@ def _write(elements: Sequence[Tensor]) -> None:
 def _options_of(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> _Options:
     names = {id(parameter): name for name, parameter in parameters.items()}
     groups = [
-        {key: _text(value) for key, value in group.items() if _is_option(optimizer, key, value)}
+        {key: _text(value) for key, value in group.items() if is_option(optimizer, key, value)}
         for group in optimizer.param_groups
     ]
     members = {
@@ -244,11 +244,6 @@ def _options_of(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> _Opti
         if id(each) in names
     }
     return _Options(groups, members)
-
-
-def _is_option(optimizer: Any, key: str, value: Any) -> bool:
-    """Whether an entry of a group is neither its parameters nor a name for logs."""
-    return key != "params" and (key in optimizer.defaults or not isinstance(value, str))
 
 
 def _text(option: Any) -> str:

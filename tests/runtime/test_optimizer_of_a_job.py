@@ -663,6 +663,15 @@ def test_what_ranks_refuse_is_found_if_it_comes_late(job: Maker, how: str, words
         refuse_late_changes(job("Late", {"how": how}), torch.device("cpu"))
 
 
+def test_a_checkpoint_notes_the_options_of_each_parameter_by_itself(job: Maker) -> None:
+    """Those of the rank that loads its state may make other groups."""
+    made = job("by_kind", {})
+    whole = updater_of(made)
+    for name in whole.parameters:
+        assert updater_of(made, name).origin(name) == whole.origin(name)
+    assert len({updater_of(job(f, {})).origin(name) for f in ("by_kind", "SGD")}) == 2
+
+
 @pytest.mark.parametrize(
     ("before", "after", "kept", "told"),
     [

@@ -49,6 +49,17 @@ def build() -> nn.Module:
     return MODELS[0]
 
 
+class Bare:
+    """Around an optimizer, with what pipectl needs of one."""
+
+    def __init__(self, groups: Any, **options: Any) -> None:
+        self.inner = torch.optim.SGD(groups, **options)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+    def step(self) -> None:
+        self.inner.step()
+
+
 def divided(parameters: Any, by: str, ways: dict[str, Any] | None = None) -> Any:
     """An optimizer whose groups follow from all parameters, or from each."""
     one, two = parameters, []
@@ -67,7 +78,8 @@ def divided(parameters: Any, by: str, ways: dict[str, Any] | None = None) -> Any
         rate /= 1 + float(sum(p.detach().norm() for p in parameters))
     elif by == "random":
         rate = random.random()
-    kind = getattr(torch.optim, (ways or {}).pop("name", "SGD"))
+    kind = (ways or {}).pop("name", "SGD")
+    kind = Bare if kind == "Bare" else getattr(torch.optim, kind)
     if by == "labels":
         return kind([{"params": [p], "label": f"p{i}"} for i, p in enumerate(one)], lr=rate)
     groups = [{"params": one, "lr": rate}, {"params": two, "lr": 0.2}]
@@ -143,7 +155,7 @@ def job(make_spec: Any) -> Maker:
 def test_options_by_position_or_number_are_refused(job: Maker, by: str) -> None:
     """A rank would give other ones to the parameters of its stages."""
     words = r":divided gives another lr for '.*(0\.1 instead of 0\.2|0\.2 instead of 0\.1)\), so it"
-    for ways in ({}, {"fused": True}, {"name": "Adagrad"}):
+    for ways in ({}, {"fused": True}, {"name": "Adagrad"}, {"name": "Bare"}):
         made = job({"by": by, "ways": ways})
         refuse_options(made, CPU, divides=False)
         with pytest.raises(CaptureError, match=words) as caught:

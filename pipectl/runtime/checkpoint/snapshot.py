@@ -9,7 +9,7 @@ import json
 import mmap
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ TRAINING = "training"
 """Folder of the files that the user's model does not load."""
 _STATE = "state/"
 _LOSS = "loss"
-_ORIGIN = "origin"
+_ORIGINS = "origins"
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Snapshot:
         training: other states, and tensors of the optimizer.
         optimizer: JSON by parameter, which refers to these tensors.
         loss: full names of those of ``training`` that a state dict of the loss holds.
-        origin: of the optimizer's state.
+        origins: of the optimizer's states, by parameter.
         is_copy: whether training may continue during the write.
     """
 
@@ -47,7 +47,7 @@ class Snapshot:
     training: Mapping[str, Tensor]
     optimizer: Mapping[str, Any]
     loss: Sequence[str] = ()
-    origin: Origin | None = None
+    origins: Mapping[str, Origin] = field(default_factory=dict)
     is_copy: bool = False
 
     @property
@@ -67,8 +67,10 @@ class Snapshot:
         """
         file, notes = f"rank-{rank:04d}.safetensors", {"optimizer": json.dumps(self.optimizer)}
         notes[_LOSS] = json.dumps(self.loss)
-        if self.origin is not None:
-            notes[_ORIGIN] = json.dumps(self.origin)
+        names = dict[Origin, list[str]]()
+        for name, origin in self.origins.items():
+            names.setdefault(origin, []).append(name)
+        notes[_ORIGINS] = json.dumps([[*origin, of] for origin, of in names.items()])
         states = [key.removeprefix(_STATE) for key in self.training if key.startswith(_STATE)]
         weights = _write(directory, file, self.weights, [*self.weights])
         rest = f"{TRAINING}/{file}"
@@ -147,7 +149,8 @@ def take_snapshot(
                 loss.append(kept)
     tensors, optimizer = updater.state(updated)
     training |= tensors
-    snapshot = Snapshot(weights, training, optimizer, loss, updater.origin if optimizer else None)
+    origins = {name: updater.origin(name) for name in optimizer}
+    snapshot = Snapshot(weights, training, optimizer, loss, origins)
     if room_bytes is not None and snapshot.size_bytes > room_bytes:
         return snapshot
     return replace(snapshot, weights=_copy(weights), training=_copy(training), is_copy=True)
@@ -176,9 +179,10 @@ def names_of_loss(notes: Mapping[str, str]) -> list[str]:
     return list(json.loads(notes.get(_LOSS, "[]")))
 
 
-def origin_of(notes: Mapping[str, str]) -> Origin | None:
-    """What has made the optimizer's state in a file; None if that was not noted."""
-    return Origin(*json.loads(notes[_ORIGIN])) if _ORIGIN in notes else None
+def origins_of(notes: Mapping[str, str]) -> dict[str, Origin]:
+    """What has made the optimizer's states in a file, by parameter; empty if that was not noted."""
+    noted = json.loads(notes.get(_ORIGINS, "[]"))
+    return {name: Origin(*origin) for *origin, names in noted for name in names}
 
 
 def plain_name(name: str) -> str | None:

@@ -15,7 +15,7 @@ from pipectl.capture.model_with_loss import name_in_loss
 from pipectl.capture.tensor_file import TensorReader
 from pipectl.errors import DataFileError, MismatchError
 from pipectl.runs import checkpoints
-from pipectl.runtime.checkpoint.snapshot import names_of_loss, origin_of, plain_name, state_key
+from pipectl.runtime.checkpoint.snapshot import names_of_loss, origins_of, plain_name, state_key
 from pipectl.runtime.manifest import Manifest, Shard
 from pipectl.runtime.optimizer import Origin, restore_state
 from pipectl.runtime.waiting import broadcast, gather_all
@@ -47,6 +47,7 @@ class Stored(Mapping[str, Tensor]):
         self._optimizer = cache(
             lambda file: json.loads(self._reader.header(file).metadata["optimizer"])
         )
+        self._origins = cache(lambda file: origins_of(self._reader.header(file).metadata))
 
     def __getitem__(self, name: str) -> Tensor:
         return self._reader.tensor(*self._place(name))
@@ -123,7 +124,7 @@ class Stored(Mapping[str, Tensor]):
     def origin(self, name: str) -> Origin | None:
         """What has made the optimizer state of a parameter; None if that is not known."""
         file = self._training.get(name)
-        return None if file is None else origin_of(self._reader.header(file).metadata)
+        return None if file is None else self._origins(file).get(name)
 
     def _state(self, name: str) -> Tensor:
         plain = plain_name(name)
