@@ -137,14 +137,15 @@ def _train(
     sizes = [len(ranks) for ranks in nodes]
     circumstances = Circumstances(sizes, plan.most_sent_bytes, cluster)
     choice = choose_progress(communicator, spec.launch.progress, circumstances)
-    _check_updates(job, plan, device, warns=rank == 0)
+    loses = _check_updates(job, plan, device, asks=rank == 0)
     messages = {"route": device.route, "progress": choice.mode, "why": choice.why}
     if rank == 0:
         _say_what_begins(job, plan, stored)
     once = reads_once(job, profile)
     rebalancing = None
     if rank == 0:
-        rebalancing = _rebalancing(directory, job, profile, plan, device)
+        repeats = profile.readings is Readings.SAME and not loses
+        rebalancing = _rebalancing(directory, spec, plan, device) if repeats else None
         _report_changed_code(start, spec)
     with (
         choice.progress(staged=device.staged, enter_thread=device.enter_thread) as progress,
@@ -196,13 +197,20 @@ def _capture(
     return job
 
 
-def _check_updates(job: CapturedJob, plan: Plan, device: Device, *, warns: bool) -> None:
+def _check_updates(job: CapturedJob, plan: Plan, device: Device, *, asks: bool) -> bool:
     """Refuse an optimizer that the plan's ranks cannot share, or that trials leave in another
-    state; warn of one that loses state.
+    state.
+
+    Args:
+        asks: whether to find out whether it loses state, and to warn then.
+
+    Returns:
+        Whether it loses state.
     """
     spec = job.spec
     refuse_outer_state(job, device.torch_device)  # first: all trials leave it changed
-    if warns and loses_state(job, device.torch_device):
+    loses = asks and loses_state(job, device.torch_device)
+    if loses:
         warn(
             f"optimizer: {spec.optimizer.factory} keeps something outside of `self.state`, which "
             "no checkpoint has: a resumed run goes on in another way than one that never ended"
@@ -213,6 +221,7 @@ def _check_updates(job: CapturedJob, plan: Plan, device: Device, *, warns: bool)
         refuse_coupled_updates(job, device.torch_device)
     if is_unflushed(plan):
         refuse_own_memory(job, device.torch_device)
+    return loses
 
 
 def _say_what_begins(job: CapturedJob, plan: Plan, stored: Stored | None) -> None:
@@ -226,19 +235,18 @@ def _say_what_begins(job: CapturedJob, plan: Plan, stored: Stored | None) -> Non
 
 
 def _rebalancing(
-    directory: RunDirectory, job: CapturedJob, profile: Profile, plan: Plan, device: Device
+    directory: RunDirectory, spec: JobSpec, plan: Plan, device: Device
 ) -> Rebalancing | None:
-    """What looks for a better plan; None if a move would change the results, as a resume would."""
-    training = job.spec.training
-    repeats = profile.readings is Readings.SAME and not loses_state(job, device.torch_device)
-    if not (training.rebalance and can_move(plan) and repeats):
+    """What looks for a better plan, in a training that a resume would not change; None if the job
+    or the plan does not move."""
+    if not (spec.training.rebalance and can_move(plan)):
         return None
     pairs = _pairs(plan)  # between which messages were tried
 
     def accepts(other: Plan) -> bool:
         return device.staged or device.torch_device.type == "cpu" or _pairs(other) <= pairs
 
-    return Rebalancing(directory, plan, training.steps, accepts)
+    return Rebalancing(directory, plan, spec.training.steps, accepts)
 
 
 def _report_changed_code(start: StartDirectory, spec: JobSpec) -> None:
