@@ -119,7 +119,7 @@ class Demand:
         return [peer for peer in parts if peer.span.size > 0]
 
 
-class Comparison:
+class ReadingComparison:
     """Compares what several ranks have read, in one run of a step.
 
     Args:
@@ -256,7 +256,7 @@ class Feed:
             def name(number: int, row: int) -> str:
                 return self._name(batches, sum(span.whole for span in demand.sizes[:number]) + row)
 
-            comparison = Comparison(self._communicator, demand, name, self._pending)
+            comparison = ReadingComparison(self._communicator, demand, name, self._pending)
             return comparison.read(islice(self._loaded, len(demand.own))), comparison.compare
         if not self._is_reader:
             return (self._post.receive(self._reader) for _ in demand.own), lambda _: None

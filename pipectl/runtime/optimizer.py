@@ -49,7 +49,7 @@ _COUNTERS = frozenset({"step", "mu_product"})
 """Keys of torch's optimizers that count steps; others are on the parameter's device."""
 
 
-class Origin(NamedTuple):
+class StateOrigin(NamedTuple):
     """What has made the optimizer's state of a parameter.
 
     Args:
@@ -87,12 +87,12 @@ class Updater:
         """Of the first parameter group; NaN without one."""
         return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer else float("nan")
 
-    def origin(self, name: str) -> Origin:
+    def origin(self, name: str) -> StateOrigin:
         """What a checkpoint notes of the optimizer of a parameter."""
         kind = type(self.optimizer)
         # Modules within a package may get other names.
         package = module_of(kind).partition(".")[0]
-        return Origin(f"{package}.{kind.__qualname__}", self.options.get(name, ""))
+        return StateOrigin(f"{package}.{kind.__qualname__}", self.options.get(name, ""))
 
     def step(self) -> None:
         """Update the parameters, then the learning rate.

@@ -55,7 +55,7 @@ _MAX_PLACES = 512
 _TOGETHER = "set pipeline.backward to together: its backward has to stay with its forward"
 
 
-class View(NamedTuple):
+class MessageView(NamedTuple):
     """The place of a tensor in a message.
 
     Args:
@@ -80,7 +80,7 @@ class Agreement(NamedTuple):
         structure: of the autograd graph; see :attr:`Graph.structure`.
     """
 
-    views: tuple[View, ...]
+    views: tuple[MessageView, ...]
     sizes: tuple[int, ...]
     forward: ForwardInputs | None = None
     structure: tuple[str, ...] = ()
@@ -108,7 +108,7 @@ class Agreement(NamedTuple):
                 start += size
             memories.append(memory)
 
-        def base(view: View) -> Tensor:
+        def base(view: MessageView) -> Tensor:
             if view.number >= 0:
                 return memories[view.number]
             state = states[~view.number]
@@ -185,7 +185,7 @@ def pack(
         else:
             number = numbers[memory]
             offset -= extents[memory][0] // tensor.itemsize
-        views.append(View(number, Layout.exactly(tensor), offset, of))
+        views.append(MessageView(number, Layout.exactly(tensor), offset, of))
     sizes = tuple(vector.numel() for vector in vectors)
     large = _large(sizes, places)
     small = [vector for number, vector in enumerate(vectors) if number not in large]

@@ -20,7 +20,7 @@ from pipectl.capture.model_with_loss import in_model, name_in_loss, own_name
 from pipectl.capture.tensor_file import write_tensors
 from pipectl.files import make_private_directory
 from pipectl.runtime.manifest import Shard
-from pipectl.runtime.optimizer import Origin, Updater
+from pipectl.runtime.optimizer import StateOrigin, Updater
 
 _ALIGNMENT = 64
 TRAINING = "training"
@@ -47,7 +47,7 @@ class Snapshot:
     training: Mapping[str, Tensor]
     optimizer: Mapping[str, Any]
     loss: Sequence[str] = ()
-    origins: Mapping[str, Origin] = field(default_factory=dict)
+    origins: Mapping[str, StateOrigin] = field(default_factory=dict)
     is_copy: bool = False
 
     @property
@@ -67,7 +67,7 @@ class Snapshot:
         """
         file, notes = f"rank-{rank:04d}.safetensors", {"optimizer": json.dumps(self.optimizer)}
         notes[_LOSS] = json.dumps(self.loss)
-        names = dict[Origin, list[str]]()
+        names = dict[StateOrigin, list[str]]()
         for name, origin in self.origins.items():
             names.setdefault(origin, []).append(name)
         notes[_ORIGINS] = json.dumps([[*origin, of] for origin, of in names.items()])
@@ -179,10 +179,10 @@ def names_of_loss(notes: Mapping[str, str]) -> list[str]:
     return list(json.loads(notes.get(_LOSS, "[]")))
 
 
-def origins_of(notes: Mapping[str, str]) -> dict[str, Origin]:
+def origins_of(notes: Mapping[str, str]) -> dict[str, StateOrigin]:
     """What has made the optimizer's states in a file, by parameter; empty if that was not noted."""
     noted = json.loads(notes.get(_ORIGINS, "[]"))
-    return {name: Origin(*origin) for *origin, names in noted for name in names}
+    return {name: StateOrigin(*origin) for *origin, names in noted for name in names}
 
 
 def plain_name(name: str) -> str | None:

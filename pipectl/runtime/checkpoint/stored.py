@@ -17,7 +17,7 @@ from pipectl.errors import DataFileError, MismatchError
 from pipectl.runs import checkpoints
 from pipectl.runtime.checkpoint.snapshot import names_of_loss, origins_of, plain_name, state_key
 from pipectl.runtime.manifest import Manifest, Shard
-from pipectl.runtime.optimizer import Origin, restore_state
+from pipectl.runtime.optimizer import StateOrigin, restore_state
 from pipectl.runtime.waiting import broadcast, gather_all
 from pipectl.units import plural
 
@@ -121,7 +121,7 @@ class Stored(Mapping[str, Tensor]):
                 read = partial(self._reader.tensor, file)
                 restore_state(optimizer, parameter, self._optimizer(file)[name], read)
 
-    def origin(self, name: str) -> Origin | None:
+    def origin(self, name: str) -> StateOrigin | None:
         """What has made the optimizer state of a parameter; None if that is not known."""
         file = self._training.get(name)
         return None if file is None else self._origins(file).get(name)
