@@ -44,6 +44,7 @@ from pipectl.planner.job_request import request_of_job
 from pipectl.planner.request import Planner
 from pipectl.profile import Profile
 from pipectl.runs import RunDirectory, find_run
+from pipectl.runs.code import is_changed
 from pipectl.simulate import simulate
 from pipectl.spec import JobSpec, SpecFile, load
 from pipectl.units import Report
@@ -210,9 +211,12 @@ def gather_job(
         _refuse_other_model(spec, run, profile)
     is_of_spec = is_fresh(spec, profile)
     if not is_of_spec:
+        changed = next((each.path for each in profile.code if is_changed(each)), None)
         fault = (
             f"{path} was measured for other settings (model, data, optimizer, batch or ranks per "
             "node)"
+            if changed is None
+            else f"{path} was measured before {changed} was changed"
         )
         if measure is None:
             raise MismatchError(fault, hint="measure again with: job.profile()")

@@ -31,6 +31,7 @@ from pipectl.planner.explain.data_parallel import Estimate, WithoutPipeline
 from pipectl.planner.explain.explain import Alternative, Explanation, Offer
 from pipectl.planner.explain.scaling import Count, Scaling, ScalingJson
 from pipectl.profile import Profile
+from pipectl.profile_parts import LoadedFile
 from pipectl.runs import Pauses
 from pipectl.simulate import simulate
 from pipectl.spec import dump, load
@@ -139,6 +140,11 @@ def test_a_stale_profile_of_a_run_is_named_and_not_written(cli, profile, recorde
     assert f"{recorded.profile} was measured for other settings" in result.err.replace("\n", " ")
     assert result.code == 0
     assert profile.read_bytes() == recorded.profile.read_bytes()
+    settings = LoadedFile(str(Path("net.yaml").absolute()), "of another content")
+    replace(Profile.load(profile), code=(settings,)).save(profile)
+    Path("net.yaml").write_text("")
+    words = f"{profile} was measured before {settings.path} was changed; measure again with: "
+    assert words in cli("plan", "job.yaml").err.replace("\n", " ")
 
 
 def test_a_run_of_another_model_corrects_no_profile(cli, profile, recorded):
