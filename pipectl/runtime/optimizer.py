@@ -258,30 +258,27 @@ def make_optimizer(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> 
         optimizer = job.script.make_optimizer(own, sizes)
         if type(optimizer) is MUON:
             _refuse_all_but_matrices(parameters)
-        _refuse_closure(optimizer)
-        _refuse_modes(optimizer)
-        return optimizer
-    if find(spec.factory) is MUON:
-        _refuse_all_but_matrices(parameters)
-    name, kwargs = f"optimizer.factory: {spec.factory}", deepcopy(spec.kwargs)
-    if not spec.groups:
-        optimizer = call(find(spec.factory), name, list(parameters.values()), **kwargs)
+    else:
+        if find(spec.factory) is MUON:
+            _refuse_all_but_matrices(parameters)
+        name = f"optimizer.factory: {spec.factory}"
+        given = _groups_of(job, parameters) if spec.groups else list(parameters.values())
+        optimizer = call(find(spec.factory), name, given, **deepcopy(spec.kwargs))
         _refuse_without(optimizer, name, "an optimizer", *_NEEDED)
-        _refuse_closure(optimizer)
-        _refuse_modes(optimizer)
-        return optimizer
-    index = job.parameter_groups()
-    members: list[list[nn.Parameter]] = [[] for _ in range(1 + len(spec.groups))]
-    for parameter_name, parameter in parameters.items():
-        members[1 + index.get(parameter_name, -1)].append(parameter)
-    options: list[dict[str, Any]] = [{}, *(deepcopy(group.options) for group in spec.groups)]
-    groups = [{**more, "params": own} for own, more in zip(members, options, strict=True)]
-    optimizer = call(find(spec.factory), name, groups, **kwargs)
-    _refuse_without(optimizer, name, "an optimizer", *_NEEDED)
-    _check_options(optimizer, options[1:])
+        _check_options(optimizer, [group.options for group in spec.groups])
     _refuse_closure(optimizer)
     _refuse_modes(optimizer)
     return optimizer
+
+
+def _groups_of(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
+    """The parameter groups of the spec, after that of the parameters that match no pattern."""
+    groups, index = job.spec.optimizer.groups, job.parameter_groups()
+    members: list[list[nn.Parameter]] = [[] for _ in range(1 + len(groups))]
+    for name, parameter in parameters.items():
+        members[1 + index.get(name, -1)].append(parameter)
+    options: list[dict[str, Any]] = [{}, *(deepcopy(group.options) for group in groups)]
+    return [{**more, "params": own} for own, more in zip(members, options, strict=True)]
 
 
 def _refuse_without(made: Any, name: str, kind: str, *attributes: str) -> None:
