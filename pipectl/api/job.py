@@ -17,13 +17,9 @@ from pipectl.batch import LOCAL, system_of_this_node
 from pipectl.errors import DataFileError, UsageError
 from pipectl.files import path_of_user, read_limited
 from pipectl.jobs.job import Job as PreparedJob
-from pipectl.jobs.job import (
-    change,
-    choose_scheduler,
-    fit_to_allocation,
-    warning_of_code,
-)
+from pipectl.jobs.job import change, choose_scheduler, fit_to_allocation
 from pipectl.jobs.output import profile_path
+from pipectl.jobs.owners import warning_of_code
 from pipectl.profile import Profile
 from pipectl.spec import JobSpec, Point, SpecFile, dump, override_texts
 from pipectl.spec.document import MAX_BYTES

@@ -32,12 +32,11 @@ from pipectl.batch.launchers import AUTO, MpiChoice, choose_mpi, find_mpiexec
 from pipectl.batch.request import IN_JOB, WORKER
 from pipectl.cluster import Cluster
 from pipectl.errors import SchedulerError, UsageError
-from pipectl.files import fault_of_owner, is_there
 from pipectl.hash_seed import VARIABLE, hash_seed_of
+from pipectl.jobs.mounts import mounts_of
 from pipectl.runs import TRAINING, RunDirectory, SweepDirectory, read_starts, stem_of
 from pipectl.runs.code import Code
 from pipectl.spec import JobSpec
-from pipectl.spec.places import paths_given
 from pipectl.spec.types import WithoutUnit
 
 if TYPE_CHECKING:
@@ -45,13 +44,6 @@ if TYPE_CHECKING:
     from pipectl.profile import Profile
     from pipectl.rehearsal import Rehearsal
 
-_OF_CONTAINERS = frozenset(
-    ("bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "opt", "proc", "run", "sbin", "sys",
-     "tmp", "usr", "var")
-)  # fmt: skip
-"""Directories of the root that images have themselves, or that every node has for itself."""
-_NOT_IN_MOUNTS = frozenset(",:;$")
-"""Characters that runtimes do not take in the name of a directory."""
 PERCENT = 100
 """Steps of a run that only measures: it reports its progress in percent."""
 
@@ -154,7 +146,7 @@ class Job:
             single_process=workload.single_process,
             first_command=(python, "-m", IN_JOB, str(directory)) if prepares else (),
             earlier_starts=read_starts(RunDirectory(directory)),
-            binds=_binds(spec, directory.parent, workload.output),
+            binds=mounts_of(spec, directory.parent, workload.output),
             mpiexec=mpiexec,
             after=after,
             hash_seed=hash_seed_of(spec.environment.variables),
@@ -317,83 +309,6 @@ def render_array(job: Job, runs: int, at_once: int | None, now: float) -> str:
     sweep = SweepDirectory.beside(Path(job.spec.output.directory, stem_of(job.name, now)))
     request = job.array_request(sweep, runs, at_once, tag=f"{sweep.name} {DRY_RUN}")
     return get_scheduler(job.scheduler).render(request)
-
-
-def refuse_code_of_others(spec: JobSpec, job: Path) -> None:
-    """Raise a UsageError if another user could have written a job's code or its file."""
-    if fault := _code_of_others(spec, job):
-        raise UsageError(
-            f"{fault}, and its code would run as you",
-            hint="read what it does; then add --trust-owner",
-        )
-
-
-def warning_of_code(spec: JobSpec, job: Path) -> str:
-    """A warning if another user owns the code of a job; empty if not."""
-    fault = _code_of_others(spec, job, groups=False)
-    return f"{fault}; its code runs as you" if fault else ""
-
-
-def _code_of_others(spec: JobSpec, job: Path, *, groups: bool = True) -> str:
-    """The first file of a job's code that another user can write, and why; empty if none.
-
-    For a module, this includes the directories that it imports from, and its missing files. With
-    ``groups``, write permission of a group counts.
-    """
-    files = [job]
-    for _, reference in spec.factories():
-        if reference.file is not None:
-            files += [reference.file, reference.file.parent]
-        elif reference.root is not None:
-            inner = Path(reference.root, *str(reference.module).split("."))
-            files.append(inner.with_name(f"{inner.name}.py"))
-            while inner != reference.root:
-                files += [inner / "__init__.py", inner]
-                inner = inner.parent
-            files.append(reference.root)
-    for path in dict.fromkeys(files):
-        if fault := fault_of_owner(path, groups=groups):
-            return f"{path} {fault}"
-    return ""
-
-
-def _binds(spec: JobSpec, runs: Path, output: Path | None) -> tuple[Path, ...]:
-    """Directories that a container needs: the runs, all files that the spec names, and what its
-    arguments name that is there.
-
-    A job that profiles in its allocation writes the profile beside its run directory.
-    """
-    if spec.environment.container is None:
-        return ()
-    code = [reference for _, reference in spec.factories()]
-    files = (*(one.file for one in code), spec.model.weights, spec.cluster, spec.schedule_file)
-    needed = {Path(path).parent for path in files if path is not None}
-    needed |= {one.root for one in code if one.root is not None}
-    needed |= _directories_of_arguments(spec, {runs, *needed})
-    further = () if output is None else (output,)
-    return tuple(dict.fromkeys((runs, *sorted(needed), *further)))
-
-
-def _directories_of_arguments(spec: JobSpec, known: set[Path]) -> set[Path]:
-    """Directories of the paths that a job gives to user code, as far as they are no part of those
-    that its container sees anyway.
-
-    A text that begins as a path does may be none, or that of a file which is in the image or only
-    on the nodes, so nothing is mounted over the container's own directories.
-    """
-    container, found = spec.environment.container, set[Path]()
-    seen = {Path(text.rpartition(":")[2]) for text in container.mounts} if container else set()
-    for text in paths_given(spec.model_dump()):
-        path = Path(os.path.normpath(text))
-        near = next(place for place in (path, *path.parents) if is_there(place))
-        directory = near if near.is_dir() else near.parent
-        depth = len(directory.parts)
-        is_own = depth < 2 or directory.parts[1] in _OF_CONTAINERS
-        if is_own or (depth < 3 and near != path) or set(str(directory)) & _NOT_IN_MOUNTS:
-            continue
-        if not any(directory.is_relative_to(place) for place in {*known, *seen}):
-            found.add(directory)
-    return {each for each in found if found.isdisjoint(each.parents)}
 
 
 def with_count(spec: JobSpec, nodes: int) -> JobSpec:

@@ -20,11 +20,11 @@ from pipectl.jobs.job import (
     choose_scheduler,
     fit_to_allocation,
     make_job,
-    refuse_code_of_others,
     with_hash_seed,
     with_output_beside,
 )
 from pipectl.jobs.output import complete_cluster, find_cluster, is_of_model, plan_file_key
+from pipectl.jobs.owners import refuse_code_of_others
 from pipectl.jobs.recover import add_next_job, recover
 from pipectl.jobs.state import get_status
 from pipectl.jobs.submit import Rollback, Submission, hand_over

@@ -26,8 +26,9 @@ from pipectl.batch.launchers import belongs_to_mpi
 from pipectl.errors import InfeasibleError, PipectlError, UsageError, WorkerError
 from pipectl.hash_seed import seed_variables
 from pipectl.jobs.cancel import cancel
-from pipectl.jobs.job import Job, change, refuse_code_of_others
+from pipectl.jobs.job import Job, change
 from pipectl.jobs.output import profile_path, read_profile
+from pipectl.jobs.owners import refuse_code_of_others
 from pipectl.jobs.prepare import prepare
 from pipectl.jobs.state import poll
 from pipectl.jobs.submit import submit

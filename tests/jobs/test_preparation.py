@@ -12,7 +12,7 @@ from pipectl.batch.launchers import MpiChoice
 from pipectl.cli import main
 from pipectl.cluster import assumed_cluster
 from pipectl.errors import UsageError
-from pipectl.jobs import job as jobs_job
+from pipectl.jobs import mounts
 from pipectl.jobs.corrections import correct_profile
 from pipectl.jobs.environment import note_of_modules
 from pipectl.jobs.job import choose_scheduler, fit_to_allocation, make_job
@@ -85,7 +85,7 @@ def test_a_container_sees_what_arguments_name_but_keeps_its_own_directories(
     write_job, monkeypatch, tmp_path, tmp_path_factory
 ):
     """Of what is not there, or is only to be made, the directory that contains it."""
-    monkeypatch.setattr(jobs_job, "_OF_CONTAINERS", {"usr", "dev"})
+    monkeypatch.setattr(mounts, "_OF_CONTAINERS", {"usr", "dev"})
     there = tmp_path_factory.mktemp("there")
     monkeypatch.setenv("HOME", str(there))
     for name in ("data", "own/inner", "logs", "work", "mine", "run/inner", "seen/x", "a:b"):
@@ -103,7 +103,7 @@ def test_a_container_sees_what_arguments_name_but_keeps_its_own_directories(
         f"environment: {{container: {{image: a.sif, mounts: ['/a:{there}/seen']}}}}",
     )
     spec = load(job, [f"data.kwargs={json.dumps(kwargs)}"], check_files=False)
-    binds = jobs_job._binds(spec, there / "run", None)
+    binds = mounts.mounts_of(spec, there / "run", None)
     names = ("run", "data", "logs", "mine", "own", "work")
     assert binds == (there / "run", *sorted([tmp_path, *(there / name for name in names[1:])]))
 

@@ -17,9 +17,10 @@ from pipectl.cli.progress import profiling_progress
 from pipectl.cli.restart import restart_for_job
 from pipectl.cli.submission import describe_job, follow_or_exit, note_origin, print_submission
 from pipectl.cluster import Cluster
-from pipectl.jobs.job import choose_scheduler, fit_to_allocation, warning_of_code
+from pipectl.jobs.job import choose_scheduler, fit_to_allocation
 from pipectl.jobs.measuring import make_measuring_job
 from pipectl.jobs.output import cluster_path, profile_path
+from pipectl.jobs.owners import warning_of_code
 from pipectl.jobs.profiles import measure
 from pipectl.jobs.submit import submit as submit_job
 from pipectl.jobs.warnings import warnings_of

@@ -29,14 +29,9 @@ from pipectl.cli.submission import (
 from pipectl.directives import GPUS
 from pipectl.errors import SchedulerError, UsageError
 from pipectl.files import fault_of_owner
-from pipectl.jobs.job import (
-    choose_scheduler,
-    fit_to_allocation,
-    render_array,
-    request_at,
-    warning_of_code,
-)
+from pipectl.jobs.job import choose_scheduler, fit_to_allocation, render_array, request_at
 from pipectl.jobs.output import plan_path, profile_path
+from pipectl.jobs.owners import warning_of_code
 from pipectl.jobs.prepare import prepare
 from pipectl.runs import RunDirectory, SweepDirectory, find_runs, name_in_shell, sweep_of
 from pipectl.spec import JobSpec, Point, SpecFile

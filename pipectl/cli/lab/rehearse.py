@@ -12,8 +12,8 @@ from pipectl.cli.console import labels, note, say_json, short_path, show, warn
 from pipectl.cli.progress import profiling_progress
 from pipectl.cli.restart import restart_for_job
 from pipectl.cli.submission import follow_or_exit, print_notes, print_submission
-from pipectl.jobs.job import warning_of_code
 from pipectl.jobs.measuring import plan_rehearsal, result_of
+from pipectl.jobs.owners import warning_of_code
 from pipectl.jobs.submit import submit
 from pipectl.spec import load
 from pipectl.units import format_time, plural
