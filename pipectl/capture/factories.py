@@ -18,9 +18,9 @@ import torch
 
 from pipectl.errors import CaptureError, WorkerError, lacks_memory
 from pipectl.faults import user_line
+from pipectl.runs.sources import follow_imports
 from pipectl.spec import references
 from pipectl.spec.code import is_source
-from pipectl.spec.sources import follow_imports
 from pipectl.units import did_you_mean
 
 _USER = "pipectl_user_"

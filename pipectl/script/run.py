@@ -16,12 +16,12 @@ from typing import Any
 from pipectl.errors import CaptureError
 from pipectl.faults import user_line
 from pipectl.objects import seed_everything
+from pipectl.runs.sources import follow_imports
 from pipectl.script.hooks import Seen, Taken, hooked
 from pipectl.script.order import directory, own_signals
 from pipectl.script.unwritten import unwritten
 from pipectl.spec import JobSpec
 from pipectl.spec.code import is_source, read_source
-from pipectl.spec.sources import follow_imports
 
 USER = "pipectl_user_"
 """Begins the names of modules that are made of the user's files."""

@@ -28,10 +28,10 @@ from pipectl.capture.refusals import refuse_overlaps, refuse_unsaved
 from pipectl.capture.tensor_file import CODES as SAVED
 from pipectl.errors import CaptureError, SpecError
 from pipectl.profile_parts import LoadedFile
-from pipectl.runs import RunDirectory
+from pipectl.runs import RunDirectory, sources
 from pipectl.runs.code import Code, is_changed, keep, keep_loaded, loaded_here, using_code_of
 from pipectl.runs.kept_code import read_code
-from pipectl.spec import SpecFile, dump, load, profile_key, sources
+from pipectl.spec import SpecFile, dump, load, profile_key
 from pipectl.spec.code import using
 from pipectl.spec.references import parse
 

@@ -9,8 +9,7 @@ import pytest
 
 from pipectl.profile import Profile
 from pipectl.profiler import neighbours
-from pipectl.runs import list_runs, read_exit_code, read_metrics
-from pipectl.spec import sources
+from pipectl.runs import list_runs, read_exit_code, read_metrics, sources
 from tests.batch.job_requests import wait_until
 
 PATH = os.environ["PATH"]

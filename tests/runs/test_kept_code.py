@@ -17,7 +17,7 @@ from pipectl.batch import process
 from pipectl.errors import DataFileError, SchedulerError
 from pipectl.jobs.environment import describe_environment, find_repository
 from pipectl.profile_parts import LoadedFile
-from pipectl.runs import RunDirectory, code, project
+from pipectl.runs import RunDirectory, code, project, sources
 from pipectl.runs.code import (
     Code,
     keep,
@@ -28,7 +28,7 @@ from pipectl.runs.code import (
 )
 from pipectl.runs.kept_code import digest_of, read_code, without_copies
 from pipectl.runs.project import python_files
-from pipectl.spec import load, profile_key, references, sources
+from pipectl.spec import load, profile_key, references
 from pipectl.spec.code import Snapshot, is_source, read_source, using
 
 JOB = """\

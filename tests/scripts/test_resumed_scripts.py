@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from pipectl.runs import RunDirectory, read_metrics
+from pipectl.runs import RunDirectory, read_metrics, sources
 from pipectl.runs.code import Code, keep, using_code_of
 from pipectl.script import Command
 from pipectl.script.plain import own_losses
 from pipectl.script.run import as_main
-from pipectl.spec import load, sources
+from pipectl.spec import load
 
 SCRIPT = """
 import argparse

@@ -30,8 +30,9 @@ import torch
 from pipectl.jobs import profiles
 from pipectl.link import RowTimes
 from pipectl.profiler import effort
+from pipectl.runs import sources
 from pipectl.runtime import waiting
-from pipectl.spec import code, sources
+from pipectl.spec import code
 
 LOADED = [
     *("pipectl.cli", "pipectl.jobs.in_job", "pipectl.jobs.planning", "pipectl.jobs.prepare"),
