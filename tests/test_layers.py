@@ -29,7 +29,7 @@ ONLY_IN = {
     "typer": {"cli"},
     "rich": {"cli"},
     "subprocess": {"batch/process.py"},
-    "multiprocessing": {"profiler", "runtime"},
+    "multiprocessing": {"capture", "profiler", "runtime"},
 }
 PURE_LAYER = 2
 PAGE = PACKAGE.parent / "docs" / "architecture.md"
