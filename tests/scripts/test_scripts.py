@@ -190,7 +190,7 @@ def test_profiles_compare_steps_unless_the_loss_is_the_jobs_own(annealed, tmp_pa
         profile_job(load(tmp_path / "job.yaml"), MeasuredOn("cpu"))
     job["loss"] = {"factory": "torch.nn.functional:cross_entropy"}
     (tmp_path / "job.yaml").write_text(json.dumps(job))
-    assert script_steps.compare_script(load(tmp_path / "job.yaml")) == ()
+    assert script_steps.compare_script(load(tmp_path / "job.yaml")) is None
 
 
 def test_the_order_of_any_epoch_is_that_of_the_loader_and_few_are_kept():
@@ -325,7 +325,8 @@ def test_rates_set_by_hand_are_those_of_a_job_without_its_own(refusals, tmp_path
         script_steps.compare_script(load(tmp_path / "job.yaml"))
     job["lr_scheduler"] = {"factory": "torch.optim.lr_scheduler:ConstantLR"}
     (tmp_path / "job.yaml").write_text(json.dumps(job))
-    assert script_steps.compare_script(load(tmp_path / "job.yaml")) == ()
+    compared = script_steps.compare_script(load(tmp_path / "job.yaml"))
+    assert script_steps.uncompared_of(compared) == ()
 
 
 def test_other_options_than_the_rate_are_set_as_their_refusal_says(
