@@ -4,7 +4,7 @@ and orders of work."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil, log
+from math import ceil, floor, log
 
 from pipectl.errors import InfeasibleError
 from pipectl.planner.request import OPEN, PlanRequest
@@ -21,6 +21,10 @@ MICRO_BATCHES_PER_STAGE = 8
 """With more, the step hardly gets shorter: the bubble is then about a tenth."""
 MICRO_BATCHES_IF_PROPORTIONAL = 4
 """The same if times of small micro-batches are scaled from a larger size, not measured."""
+
+NEAR_COUNTS, MAX_NEAR = 1.5, 12
+"""Factor by which numbers of micro-batches near another one may differ from it, and the most sizes
+to try of these."""
 
 _EVERY_STAGE_COUNT = 8
 _SNAP = 1.34
@@ -98,6 +102,20 @@ def micro_batch_sizes(request: PlanRequest, most: int) -> list[int]:
     divisors = [size for size in range(1, batch + 1) if batch % size == 0]
     sizes = {_snapped(ceil(batch / count), divisors) for count in counts}
     return accepted(request, sorted(sizes, reverse=True))
+
+
+def sizes_near(request: PlanRequest, micro_batches: int) -> list[int]:
+    """Sizes that make up to ``NEAR_COUNTS`` times more and fewer micro-batches, the nearest first;
+    none if their number is fixed."""
+    if request.micro_batches is not None:
+        return []
+    batch = request.batch_size
+    first, last = ceil(micro_batches / NEAR_COUNTS), floor(micro_batches * NEAR_COUNTS)
+    counts = range(max(1, first), min(batch, last) + 1)
+    sizes = {ceil(batch / count) for count in counts} - {ceil(batch / micro_batches)}
+    own = batch / micro_batches
+    nearest = sorted(sizes, key=lambda size: (abs(log(size / own)), size))
+    return accepted(request, nearest[:MAX_NEAR])
 
 
 def sizes_of_stages(request: PlanRequest, profile: Profile, stages: int) -> list[int]:

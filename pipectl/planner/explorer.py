@@ -34,7 +34,8 @@ from pipectl.plan import Plan, Replication
 from pipectl.planner.areas import Area, Areas
 from pipectl.planner.bounds import with_findings, work_bound_s
 from pipectl.planner.candidates import Candidate, Candidates, in_turn, ways_to_share
-from pipectl.planner.choices import micro_batch_sizes, stage_counts
+from pipectl.planner.choices import micro_batch_sizes, sizes_near, stage_counts, takes
+from pipectl.planner.evaluator import TIE
 from pipectl.planner.graph.downsets import CutSpace
 from pipectl.planner.improve import MAX_MOVE_WORK, MAX_REPLICA_MOVE_WORK, Improver
 from pipectl.planner.infeasible import infeasible, least_demanding
@@ -100,7 +101,45 @@ class Explorer:
             self.judge.evaluator.allow(MAX_ACTIONS_OF_SEARCH)
         self._improver.allow(MAX_MOVE_WORK)
         self._search(self._areas.all)
+        self._try_sizes_near()
         self._improver.finish()
+
+    def _judge_improved(self, candidate: Candidate) -> None:
+        if not self.judge.is_beaten(candidate.estimate_s):
+            self.judge.examine(candidate, change_modes=candidate.choice.is_replicated)
+
+    def _try_sizes_near(self) -> None:
+        """Judge the stages of the best plan with micro-batches of sizes near its own, as only about
+        every second number of micro-batches was tried."""
+        best = self.judge.best()
+        if best is None or best.candidate is None or self.problem.cluster.ranks > MAX_UNITS:
+            return
+        candidate, found = best.candidate, list[Candidate]()
+        way = candidate.choice.replication if candidate.choice.is_replicated else None
+        for size in sizes_near(self.problem.request, candidate.micro_batches):
+            found += self._candidates_like(candidate, size, way)
+        nearest = min(found, key=lambda each: (each.estimate_s, each.simplicity), default=candidate)
+        if nearest.estimate_s < best.step_s * (1 - TIE):
+            if way is not None:
+                nearest = self._improver.descend(nearest, self._areas.classes)
+            self._judge_improved(nearest)
+
+    def _candidates_like(
+        self, candidate: Candidate, size: int, way: Replication | None
+    ) -> list[Candidate]:
+        """The stages of a candidate with micro-batches of some size, by estimate.
+
+        Args:
+            way: how replicas share the work; None if no stage has replicas.
+        """
+        problem, layouts = self.problem, [candidate.layout]
+        if way is None:
+            return [*Candidates(problem, layouts, size, only_fitting=True)]
+        if way is Replication.WHOLE:
+            return in_turn(problem, layouts, size)
+        if not takes(problem.request, size, max(candidate.choice.replicas)):
+            return []
+        return [*Candidates(problem, layouts, size, with_replicas=True)]
 
     def _improve_in_turn(self) -> None:
         """Improve and judge the most promising layouts whose replicas take whole micro-batches in
@@ -121,8 +160,7 @@ class Explorer:
                 if self.judge.is_beaten(candidate.estimate_s / NEAR_BEST):
                     break
                 improved = self._improver.descend(candidate, self._areas.classes)
-                if not self.judge.is_beaten(improved.estimate_s):
-                    self.judge.examine(improved, change_modes=True)
+                self._judge_improved(improved)
 
     def _search(self, areas: Sequence[Area]) -> None:
         """Try areas, and then those that look good beside them, until no other can be better."""

@@ -168,6 +168,13 @@ def test_micro_batches_get_ever_smaller_as_long_as_that_pays() -> None:
     assert plan.micro_batches == 256
 
 
+def test_numbers_of_micro_batches_near_the_best_are_tried_that_are_no_powers_of_two() -> None:
+    """Each of m micro-batches of 24 / m samples takes 3 + 24 / m: with two stages, m is best 3."""
+    times = {size: ((3 + size) * 1e-4, (3 + size) * 2e-4) for size in (1, 2, 4, 8, 16, 24)}
+    profile = chain(2, forward_s=11e-4, backward_s=22e-4, timings=times)
+    assert planned(profile, nodes_of(2, link=FAST), 24).micro_batches == 3
+
+
 def test_the_number_of_fast_ranks_is_tried_as_the_number_of_stages() -> None:
     """Nine of twelve ranks are fast; of the numbers above eight, only some are tried at first."""
     cluster = cluster_of(*[1] * 12, speeds=(0.1, 1.0, 1.0, 1.0))
