@@ -20,7 +20,15 @@ from pipectl.planner.costs.devices import exchanges, one_each
 from pipectl.planner.judge import Judge
 from pipectl.planner.partition.cutter import layouts_of
 from pipectl.planner.partition.estimate import ROUNDING
-from pipectl.planner.partition.layout import FAR, FEW, Choice, Layout, neighbours, replica_moves
+from pipectl.planner.partition.layout import (
+    FAR,
+    FEW,
+    Choice,
+    Layout,
+    neighbours,
+    recompute_moves,
+    replica_moves,
+)
 from pipectl.planner.problem import Problem
 
 MAX_MOVE_WORK, MAX_REPLICA_MOVE_WORK = 2_000_000, 5_000_000
@@ -152,7 +160,10 @@ class Improver:
                     self._problem.request, area.stages, self._problem.micro_batches(area.size)
                 )
             near = self._affordable(self._moves(candidate), candidate)
-            self._judge.judge_all(Candidates(self._problem, near, area.size, orders))
+            fitting = self._problem.has_limits
+            self._judge.judge_all(
+                Candidates(self._problem, near, area.size, orders, only_fitting=fitting)
+            )
             if self._judge.best() is before:
                 self._judge.judge_all(self._candidates([candidate.layout], area))
             if self._judge.best() is before:
@@ -169,7 +180,10 @@ class Improver:
         times = self._problem.costs.block_times(candidate.choice.size)
         placements = self._exchanges(tuple(rank for (rank,) in candidate.layout.ranks))
         exchanged = list(map(one_each, placements))
-        return neighbours(candidate.layout, self._problem.graph, times, exchanged, reach)
+        near = neighbours(candidate.layout, self._problem.graph, times, exchanged, reach)
+        if self._problem.has_limits and self._problem.request.recompute is None:
+            return recompute_moves(candidate.layout, near)
+        return near
 
     def _affordable(self, layouts: Iterable[Layout], near: Candidate) -> list[Layout]:
         """As many layouts near a candidate as the budget of moves suffices for."""

@@ -1,11 +1,16 @@
 """Which devices stages may have, and how far a search goes through the ways to give them ranks."""
 
+from dataclasses import replace
+from itertools import permutations
+
 import pytest
 
+from pipectl.cluster import Device, Node
 from pipectl.planner.costs.devices import (
     every_placement,
     exchanges,
     mixes,
+    placements,
     pools,
 )
 from tests.planner.gate.checked_plans import cluster_of, planned
@@ -25,6 +30,25 @@ def test_any_two_of_few_stages_exchange_their_ranks_and_neighbours_of_many():
 def test_ranks_of_a_node_and_equal_nodes_do_not_exchange():
     assert exchanges((0, 1), cluster_of(2)) == []
     assert exchanges((0, 1), cluster_of(1, 1)) == []
+
+
+def test_stages_take_ranks_from_either_end_of_nodes_that_differ_in_more_than_their_devices():
+    """So the order of the nodes changes no plan."""
+    for cluster, expected in (
+        (cluster_of(1, 2), {(0, 1), (1, 2)}),
+        (cluster_of(2, 2), {(0, 1), (0, 2)}),
+    ):
+        assert set(placements(cluster, pools(cluster), (0, 0))) == expected
+
+
+def test_of_equally_fast_kinds_of_devices_those_with_most_memory_come_first():
+    device = Device("cpu", 1.0)
+    few, many, all_ = (
+        Node("n", 1, 1, replace(device, memory_bytes=size)) for size in (1000, 2000, None)
+    )
+    for order in permutations((few, many, all_)):
+        cluster = replace(cluster_of(1), nodes=order)
+        assert [pool.memory_bytes for pool in pools(cluster)] == [None, 2000, 1000]
 
 
 @pytest.mark.parametrize(("stages", "count"), [(2, 2), (3, 4), (12, 1)])

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import combinations, groupby, islice, pairwise, product
-from math import prod
+from math import inf, prod
 
 import numpy as np
 
@@ -111,13 +111,13 @@ class Pool:
 
 
 def pools(cluster: Cluster) -> tuple[Pool, ...]:
-    """The devices of a cluster by kind, the fastest first."""
+    """The devices of a cluster by kind, the fastest first, of equal ones those with most memory."""
     ranks: dict[tuple[float, int | None], list[int]] = {}
     for rank in range(cluster.ranks):
         device = cluster.device(rank)
         ranks.setdefault((device.speed, device.memory_bytes), []).append(rank)
     kinds = [Pool(*kind, tuple(members)) for kind, members in ranks.items()]
-    return tuple(sorted(kinds, key=lambda pool: (-pool.speed, pool.ranks)))
+    return tuple(sorted(kinds, key=lambda pool: (-pool.speed, -(pool.memory_bytes or inf))))
 
 
 def mixes(devices: Sequence[Pool], states: int, stages: int) -> list[Mix]:
@@ -197,13 +197,24 @@ def placements(cluster: Cluster, devices: Sequence[Pool], kinds: Sequence[int]) 
         node by node   (0, 1)   fewest messages between nodes
         spread         (0, 2)   each stage has a core
 
+    Node by node also from the last node on, if nodes with the same device differ.
+
     Args:
         kinds: of the device of every stage.
     """
     counts = [list(kinds).count(kind) for kind in range(len(devices))]
-    node_by_node = [pool.ranks[:count] for pool, count in zip(devices, counts, strict=True)]
+    node_of, ways = cluster.node_of_rank, list[Places]()
+    for way in ways_through_nodes(cluster):
+        members = (sorted(pool.ranks, key=lambda rank: way * node_of[rank]) for pool in devices)
+        ways.append(_in_turn(kinds, [own[:n] for own, n in zip(members, counts, strict=True)]))
     spread = [_spread(cluster, pool, n) for pool, n in zip(devices, counts, strict=True)]
-    return list(dict.fromkeys([_in_turn(kinds, node_by_node), _in_turn(kinds, spread)]))
+    return list(dict.fromkeys([*ways, _in_turn(kinds, spread)]))
+
+
+def ways_through_nodes(cluster: Cluster) -> tuple[int, ...]:
+    """1 for nodes in order, and -1 from the last one on if nodes with the same device differ."""
+    devices = {frozenset(node.devices) for node in cluster.nodes}
+    return (1, -1) if len(set(equal_nodes(cluster))) > len(devices) else (1,)
 
 
 def _in_turn(kinds: Sequence[int], ranks: Sequence[Sequence[int]]) -> Places:

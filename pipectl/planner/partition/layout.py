@@ -9,13 +9,13 @@ The ranks of a class are taken in one order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, combinations, pairwise, product
 from typing import NamedTuple
 
 from pipectl.cluster import Cluster
 from pipectl.plan import Replication
-from pipectl.planner.costs.devices import Use, equal_nodes, ranks_of_uses
+from pipectl.planner.costs.devices import Use, ranks_of_uses, ways_through_nodes
 from pipectl.planner.graph.blocks import BlockGraph, bits, bitset
 from pipectl.planner.graph.downsets import Partition
 
@@ -85,10 +85,8 @@ def device_orders(cluster: Cluster) -> list[tuple[int, ...]]:
     for node in node_of:
         turn.append(place.get(node, 0))
         place[node] = turn[-1] + 1
-    devices = {frozenset(node.devices) for node in cluster.nodes}
-    ways = (1, -1) if len(set(equal_nodes(cluster))) > len(devices) else (1,)
     for turns in ([0] * cluster.ranks, turn):
-        for way in ways:
+        for way in ways_through_nodes(cluster):
             keys = [(turns[rank], way * node_of[rank], rank) for rank in range(cluster.ranks)]
             orders.append(tuple(rank for *_, rank in sorted(keys)))
     return list(dict.fromkeys(orders))
@@ -140,6 +138,26 @@ def neighbours(
         return
     for ranks in exchanged:
         yield layout._replace(ranks=ranks)
+
+
+def recompute_moves(layout: Layout, near: Iterable[Layout]) -> Iterator[Layout]:
+    """Layouts near another one, each with every choice of which of the changed stages recompute;
+    and the layout itself with one stage changed in this."""
+    stages = range(len(layout.partition))
+    own = layout.recompute or (False,) * len(layout.partition)
+    for stage in stages:
+        again = (*own[:stage], not own[stage], *own[stage + 1 :])
+        yield layout._replace(recompute=again if any(again) else ())
+    for each in near:
+        moved = [
+            at
+            for at in stages
+            if each.partition[at] != layout.partition[at] or each.ranks[at] != layout.ranks[at]
+        ]
+        for chosen in product((False, True), repeat=len(moved)):
+            changed = dict(zip(moved, chosen, strict=True))
+            again = tuple(changed.get(at, own[at]) for at in stages)
+            yield each._replace(recompute=again if any(again) else ())
 
 
 def near_partitions(
