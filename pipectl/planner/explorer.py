@@ -58,6 +58,8 @@ IN_TURN, NEAR_BEST = 8, 1.15
 over the best step up to which these are improved or, as alternatives, simulated."""
 PER_SIZE, IN_TOTAL = 5, 20
 """Numbers of candidates with replicas to improve and simulate, per micro-batch size and in all."""
+FEW_MICRO_BATCHES = 24
+"""With more, the step hardly depends on their number, unless memory is limited."""
 
 _Item = Area | tuple[Area, Candidates]
 
@@ -115,6 +117,8 @@ class Explorer:
         if best is None or best.candidate is None or self.problem.cluster.ranks > MAX_UNITS:
             return
         candidate, found = best.candidate, list[Candidate]()
+        if candidate.micro_batches > FEW_MICRO_BATCHES and not self.problem.has_limits:
+            return
         way = candidate.choice.replication if candidate.choice.is_replicated else None
         for size in sizes_near(self.problem.request, candidate.micro_batches):
             found += self._candidates_like(candidate, size, way)
