@@ -16,6 +16,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -49,7 +50,7 @@ from pipectl.runtime.device import choose_device, set_arithmetic, settle_process
 from pipectl.runtime.finite import BufferCheck, norms_of, not_finite
 from pipectl.runtime.gradients import gradients_of
 from pipectl.runtime.optimizer import Updater, make_updater, refuse_half_parameters
-from pipectl.runtime.saved_tensors import nodes_behind, run_backward
+from pipectl.runtime.saved_tensors import nodes_behind, run_backward, zeros_behind
 from pipectl.spec import JobSpec, load
 from pipectl.torch_api import edge_of, number_of, persistent_names, pytree
 from pipectl.units import printable
@@ -321,8 +322,10 @@ def _accumulate(
             with arithmetic(precision, device):
                 loss = job.wrapper(inputs, targets)
             scaled = scaler.scale(loss * share)
-            separate.watch(scaled)
-            run_backward([scaled], [torch.ones_like(scaled)], parameters)
+            if share:
+                separate.watch(scaled)
+            with nullcontext() if share else zeros_behind([edge_of(scaled)]):
+                run_backward([scaled], [torch.ones_like(scaled)], parameters)
         losses.append(loss.detach())
     separate.replace_gradients()
     return losses

@@ -17,9 +17,9 @@ copied to memory of their own.
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -93,6 +93,25 @@ def nodes_behind(edges: Iterable[GradientEdge]) -> list[Node]:
             nodes[node] = None
             waiting += [after for after, _ in node.next_functions if after is not None]
     return list(nodes)
+
+
+@contextmanager
+def zeros_behind(edges: Iterable[GradientEdge]) -> Iterator[None]:
+    """Within the block, backwards from these edges give zeros.
+
+    Those of a loss without weight are zeros times what may be infinite or NaN, such as one over the
+    number of its valid targets.
+    """
+    hooks = [node.register_prehook(_zeros) for node in nodes_behind(edges)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _zeros(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(None if each is None else torch.zeros_like(each) for each in gradients)
 
 
 def hides_values(node: Node) -> bool:

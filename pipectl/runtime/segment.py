@@ -27,7 +27,13 @@ from pipectl.capture.regions import arithmetic
 from pipectl.capture.slices import Span
 from pipectl.capture.stage import Receive, StageCode
 from pipectl.runtime.layout import Tensors
-from pipectl.runtime.saved_tensors import SavedTensors, run_backward, sparse_error, unpack
+from pipectl.runtime.saved_tensors import (
+    SavedTensors,
+    run_backward,
+    sparse_error,
+    unpack,
+    zeros_behind,
+)
 from pipectl.runtime.stage_code import WeightHalf, split_backwards
 from pipectl.runtime.versions import Version
 from pipectl.runtime.written import copy_written, keep_written
@@ -115,7 +121,9 @@ class Live:
         if roots:
             later = () if self.weight_half is None else self.weight_half.gradients
             others = chain(seeds, gradients.values(), self.caught.values(), later)
-            run_backward(roots, seeds, leaves, others, retain_graph=self.is_lasting)
+            adds_nothing = self.loss is not None and not weight
+            with zeros_behind(self.edges) if adds_nothing else nullcontext():
+                run_backward(roots, seeds, leaves, others, retain_graph=self.is_lasting)
         return self.caught
 
 

@@ -78,6 +78,13 @@ UNEQUAL = {
     "pipeline": {"micro_batches": 3, "stages": 2},
 }
 """The last micro-batch of its steps is smaller, and its graph has a number of its own."""
+PADDED = {
+    **of("Model"),
+    "loss": {"factory": f"{PARTS}:mean_of_valid", "weight": f"{PARTS}:valid"},
+}
+"""Gradients of the second micro-batch of step 2 are NaN, and count nothing, as its loss does."""
+SPLIT = {"micro_batches": 2, "stages": 2, "schedule": "zb-h1"}
+APART = {"micro_batches": 2, "stages": 1, "backward": "apart"}
 TRAININGS: dict[str, tuple[int, dict[str, Any], float]] = {
     "calls count from the first step": (2, of("Counting", opaque=["counter"]), 0.0),
     "checkpointed": (2, of("Checkpointed"), 0.0),
@@ -88,6 +95,8 @@ TRAININGS: dict[str, tuple[int, dict[str, Any], float]] = {
     "reentrant": (2, of("Checkpointed", opaque=["part"], kwargs={"reentrant": True}), 0.0),
     "backwards that run a part again": (2, {**of("Reversed"), "pipeline": COPIES}, 1e-6),
     "more than tensors in a state dict": (2, of("Described"), 0.0),
+    "a micro-batch without weight, backwards in halves": (2, {**PADDED, "pipeline": SPLIT}, 0.0),
+    "a micro-batch without weight, backwards apart": (2, {**PADDED, "pipeline": APART}, 0.0),
     "a smaller last micro-batch": (2, UNEQUAL, 0.0),
     "noise in the model's order": (1, {**of("Backwards"), "optimizer": NOISY}, 0.0),
     "steps without some parameters": (1, BRANCHING, 0.0),
