@@ -269,8 +269,10 @@ def _check_ranks(pipeline: models.Pipeline, resources: Resources) -> Iterator[Fi
     from pipectl.schedule.order import Placement
 
     placement = Placement.STRAIGHT if schedule is None else schedule.placement
-    for count in sorted({ranks, min_ranks}):
-        if placement.fit(stages, count):
+    copies = pipeline.replicas if isinstance(pipeline.replicas, int) else 1
+    shared = f" for each of {copies} replicas" if copies > 1 else ""
+    for count in sorted({ranks // copies, min_ranks // copies}):
+        if not count or placement.fit(stages, count):  # planning refuses too many replicas
             continue
         hints = {
             Placement.STRAIGHT: "resources give nodes x tasks_per_node = "
@@ -278,7 +280,7 @@ def _check_ranks(pipeline: models.Pipeline, resources: Resources) -> Iterator[Fi
             Placement.ROUND: f"schedule {name} takes a multiple of them",
             Placement.V_SHAPED: f"schedule {name} takes two per rank",
         }
-        yield _STAGES, f"{placement.misfit(stages, count)}; {hints[placement]}"
+        yield _STAGES, f"{placement.misfit(stages, count)}{shared}; {hints[placement]}"
 
 
 def _check_range(pipeline: models.Pipeline, resources: Resources) -> Iterator[Finding]:

@@ -100,6 +100,11 @@ def test_overrides_are_read_like_the_file(read, minimal, overrides, values):
     assert {key: value_at(spec, key) for key in values} == values
 
 
+def test_stages_go_round_over_the_ranks_of_one_replica(read, minimal):
+    text = "pipeline: {stages: 6, schedule: interleaved, replicas: 2}\nresources: {nodes: 4}\n"
+    assert read(minimal + text).pipeline.stages == 6
+
+
 @pytest.mark.parametrize(
     ("file", "name"),
     [("gpt.yaml", "gpt"), ("my job (2).yaml", "my-job--2"), ("-.yaml", "job"), ("é.v2.yaml", "v2")],
