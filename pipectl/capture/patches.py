@@ -279,9 +279,9 @@ class _WatchedCalls(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # a branch of torch.cond: it refuses them itself,
+            return func(*args, **(kwargs or {}))  # and torch.cond is called with their parameters
         args, kwargs = self._registered((args, kwargs or {}))
-        if torch.compiler.is_dynamo_compiling():  # a branch of torch.cond: it refuses them itself
-            return func(*args, **kwargs)
         if func is ASSERT_ASYNC and get_proxy_mode() is not None:
             condition = args[0] if args else kwargs["input"]
             if not is_caught(sys._getframe(1)):

@@ -503,6 +503,10 @@ def test_buffers_that_later_forwards_read_are_named(make_job, write_modules, nam
 
 ELSEWHERE = {
     "list": ("[self.linear.weight]", "x = x @ self.kept[0]"),
+    "branch": (
+        "[self.linear.weight]",
+        "x = torch.cond(x.sum() > -1e9, lambda x: x @ self.kept[0], torch.sin, (x,))",
+    ),
     "tuples": ("[*self.named_parameters()]", "x = x * self.kept[0][1].sum()"),
     "closure": ("lambda x, weight=self.linear.weight: x @ weight", "x = self.kept(x)"),
     "partial": ("functools.partial(torch.mul, self.linear.bias)", "x = self.kept(x)"),
