@@ -372,6 +372,18 @@ def is_there(path: Path) -> bool:
     return True
 
 
+def is_missing(path: Path) -> bool:
+    """Return whether a path certainly does not exist: not one in a directory that this user may not
+    search."""
+    try:
+        _again_if_stale(path.stat)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def files_like(directory: Path, pattern: str) -> list[Path]:
     """Return the sorted paths in a directory that match; none if one may not look there."""
     try:

@@ -86,7 +86,8 @@ class JobStatus:
         exit_code: exit code of the job script, if known.
         nodes: host list in the batch system's notation; empty before the start.
         start, end: seconds since the epoch; before the start, ``start`` is a forecast. ``end`` is
-            set for final states only.
+            set for final states only. Without it, a job that completed is taken at its word, though
+            its script never began.
         deadline: when the walltime of a job that runs is over.
         source: ``queue``, ``accounting``, ``process``, ``run directory``, ``heartbeat``,
             ``record`` or ``none``.

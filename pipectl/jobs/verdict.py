@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from pipectl.batch import CHECKPOINTED, JobState, JobStatus
-from pipectl.files import is_there
+from pipectl.files import is_missing
 from pipectl.runs import Heartbeat, Record, StartDirectory, read_exit_code, read_requeue_error
 from pipectl.units import format_time
 
@@ -71,8 +71,8 @@ def find_job_status(
         why = f" ({job.reason})" if job.reason else ""
         reason = f"{node} could not start the job script{why}"
         return replace(job, reason=reason, hint=f"check that it has the directory {start.run.path}")
-    if code is None and job.state is JobState.COMPLETED and not is_there(start.begun):
-        return _judge_without_script(job, record, now)
+    if code is None and job.state is JobState.COMPLETED and job.end and is_missing(start.begun):
+        return _judge_without_script(job, job.end, now)
     if job.state is JobState.PREEMPTED and (error := read_requeue_error(start)):
         return replace(job, reason=f"{job.reason}; it could not be started again: {error}")
     return job
@@ -81,12 +81,12 @@ def find_job_status(
 def _never_began(start: StartDirectory, job: JobStatus) -> bool:
     """Whether Slurm could not start the script: it says the same of one that a signal has ended."""
     is_said = job.reason.startswith("JobLaunchFailure") or job.exit_code == _NOT_STARTED
-    return job.state is JobState.FAILED and is_said and not is_there(start.begun)
+    return job.state is JobState.FAILED and is_said and is_missing(start.begun)
 
 
-def _judge_without_script(job: JobStatus, record: Record, now: float) -> JobStatus:
+def _judge_without_script(job: JobStatus, end: float, now: float) -> JobStatus:
     """The state of a job that has ended well, and of whose script there is no file."""
-    if now - (job.end or record.submitted_at) < _LATE_S:
+    if now - end < _LATE_S:
         reason = "it is over, and the files of its script are not there yet"
         return replace(job, state=JobState.COMPLETING, reason=reason, exit_code=None, end=None)
     hint = "`bash -l -c 'echo it runs'` prints nothing if one does"

@@ -15,7 +15,7 @@ from pipectl.batch.process import NoAnswerError
 from pipectl.cluster import Device, Node, assumed_cluster
 from pipectl.jobs import recover, state
 from pipectl.jobs.state import Poller
-from pipectl.jobs.verdict import Answer, decide_state
+from pipectl.jobs.verdict import Answer, decide_state, find_job_status
 from pipectl.link import RowTimes
 from pipectl.runs import Measured, Record, RunDirectory
 from pipectl.runs.kept_code import KeptCode, KeptFile
@@ -180,8 +180,32 @@ def test_a_job_has_not_completed_whose_script_never_began(run, schedulers):
     assert job(end + 59).state is JobState.COMPLETING
     assert (job(end + 61).state, job(end + 61).exit_code) == (JobState.FAILED, None)
     assert "~/.bash_profile" in job(end + 61).reason
+    end = None  # nobody knows how long ago
+    assert job(SUBMITTED + 9e9).state is JobState.COMPLETED
+    end = SUBMITTED + 600
     one.start.begun.touch()
     assert job(end + 61).state is JobState.COMPLETED
+
+
+@pytest.mark.parametrize(
+    "listed",
+    [
+        JobStatus(JobState.COMPLETED, exit_code=0, end=SUBMITTED),
+        JobStatus(JobState.FAILED, "JobLaunchFailure", exit_code=1, end=SUBMITTED),
+    ],
+)
+def test_who_may_not_look_into_a_start_reads_what_the_batch_system_says(run, monkeypatch, listed):
+    start, look = run("7").start, Path.stat
+
+    def stat(path, **options):
+        if path.parent == start.path:
+            raise PermissionError(13, "Permission denied", str(path))
+        return look(path, **options)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    record = Record("demo", "slurm", "t", SUBMITTED, 1, 1, 5, job_id="7")
+    answer = Answer({"7": listed})
+    assert find_job_status(start, record, answer, None, None, SUBMITTED + 3600) == listed
 
 
 @pytest.mark.parametrize(
