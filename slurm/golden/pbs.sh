@@ -245,7 +245,7 @@ run_ranks() {
     code=$?
     kill -s KILL "${helpers[@]}" 2>/dev/null
     # A launcher that starts nothing, because of an option of the user, say, may end without an error.
-    if ((code == 0)) && { : <"$PIPECTL_START/starting"; } 2>/dev/null; then
+    if ((code == 0)) && { true <"$PIPECTL_START/starting"; } 2>/dev/null; then
         report_start 0
         return 1
     fi

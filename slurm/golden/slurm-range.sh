@@ -213,7 +213,7 @@ run_ranks() {
     code=$?
     kill -s KILL "${helpers[@]}" 2>/dev/null
     # A launcher that starts nothing, because of an option of the user, say, may end without an error.
-    if ((code == 0)) && { : <"$PIPECTL_START/starting"; } 2>/dev/null; then
+    if ((code == 0)) && { true <"$PIPECTL_START/starting"; } 2>/dev/null; then
         report_start 0
         return 1
     fi
@@ -363,7 +363,7 @@ has_lost_rank() { # PARENT of the proxy
     return 1
 }
 has_begun() { # a file system that shows files late looks when one is opened
-    ! { : <"$PIPECTL_START/starting"; } 2>/dev/null
+    ! { true <"$PIPECTL_START/starting"; } 2>/dev/null
 }
 watch_start() {
     local looks=0

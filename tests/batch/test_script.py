@@ -175,8 +175,10 @@ def test_why_no_rank_has_begun(make_request, printed, then, message):
     assert found == ([] if message is None else [(where, f"no rank has begun{message}")])
 
 
-def test_a_launcher_that_starts_nothing_has_failed_though_it_says_nothing_of_it(make_request):
-    request = make_request(command=("python", "-m", "mpi4py", "-m", "x"), args=("--help",))
+@pytest.mark.parametrize("setup", ["true", "set -o posix"])
+def test_a_launcher_that_starts_nothing_has_failed_though_it_says_nothing(make_request, setup):
+    command = ("python", "-m", "mpi4py", "-m", "x")
+    request = make_request(command=command, args=("--help",), setup=(setup,))
     launcher = request.run_directory.parent / "mpiexec"
     request = change(request, mpiexec=str(launcher))
     for begins, code in (("", 1), ("rm $PIPECTL_START/starting", 0)):
