@@ -22,6 +22,8 @@ from pipectl.errors import SchedulerError
 from pipectl.watch import ProcessState, process_state
 
 TIMEOUT_S = 60.0
+_OF_SHELLS = frozenset({"BASH_ENV", "BASHOPTS", "ENV", "POSIXLY_CORRECT", "SHELLOPTS"})
+"""Variables with which bash runs a file of the user first, or reads what follows in another way."""
 _LAST_WORDS_S = 1.0
 _LOOK_S = 0.02
 _RULE = re.compile(r"[-=*]{20,}\s*")
@@ -117,7 +119,8 @@ def run(
 
 def fault_of_bash(text: str) -> str:
     """Return what bash says of lines that it cannot read; empty if it can."""
-    env = {**os.environ, "LC_ALL": "C"}  # or it may complain of the locale
+    kept = {name: value for name, value in os.environ.items() if name not in _OF_SHELLS}
+    env = {**kept, "LC_ALL": "C"}  # or it may complain of the locale
     done = run(["bash", "-O", "extglob", "-n"], hint="install bash", env=env, stdin=text)
     return (done.stderr or f"exit code {done.returncode}") if done.returncode or done.stderr else ""
 

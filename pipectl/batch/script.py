@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,15 +120,22 @@ def render_script(
     return ours.render(context)
 
 
+@lru_cache(64)  # the points of a sweep have the same
+def _fault_of_lines(lines: str) -> str:
+    """Why shell code of the user is not whole; empty if it is."""
+    if not lines:
+        return ""
+    # The end of a group is wrong here, unless it is a word of a last line that goes on.
+    fault = process.fault_of_bash(f"{lines}\n")
+    if not fault and not process.fault_of_bash(f"{lines}\n}}\n"):
+        fault = "its last line is not complete"
+    return fault
+
+
 def _refuse_broken_lines(environment: SpecOfEnvironment) -> None:
     """Refuse shell code of the user that is not whole: what follows would become a part of it."""
     for key in ("setup", "teardown"):
-        lines = "\n".join(getattr(environment, key))
-        fault = process.fault_of_bash(f"{lines}\n") if lines else ""
-        # The end of a group is wrong here, unless it is a word of a last line that goes on.
-        if lines and not fault and not process.fault_of_bash(f"{lines}\n}}\n"):
-            fault = "its last line is not complete"
-        if fault:
+        if fault := _fault_of_lines("\n".join(getattr(environment, key))):
             raise InvalidInputError(
                 f"environment.{key}: not valid bash: {fault}",
                 hint=f"correct it; lines are counted from the first of environment.{key}",

@@ -9,11 +9,12 @@ import shutil
 import subprocess
 from difflib import unified_diff
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import yaml
 
-from pipectl.batch import get_scheduler
+from pipectl.batch import get_scheduler, process
 from pipectl.batch.launchers import MpiChoice
 from pipectl.directives import SYNTAXES, fault_of_option
 from pipectl.errors import InvalidInputError, PipectlError, SpecError
@@ -173,6 +174,20 @@ def test_shell_code_of_the_user_is_whole(monkeypatch, scheduler, key):
             render(make_request(Path("/runs/x"), **{key: lines}))
     lines = ("if true; then", "shopt -s extglob", "rm -f !(a)", "fi # it's", "cat <<END\n'\nEND")
     assert "\n".join(lines) in render(make_request(Path("/runs/x"), setup=lines))
+
+
+def test_shell_code_of_the_user_is_read_as_by_a_bash_without_settings_and_once(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "env.sh").write_text("echo module: not found >&2\n")
+    monkeypatch.setenv("BASH_ENV", str(tmp_path / "env.sh"))
+    monkeypatch.setenv("SHELLOPTS", "verbose")
+    run = Mock(wraps=process.run)
+    monkeypatch.setattr(process, "run", run)
+    for point in range(3):
+        request = make_request(Path(f"/runs/{point}"), setup=("echo of no other test",))
+        assert "of no other test" in get_scheduler("local").render(request)
+    assert run.call_count == 2
 
 
 @pytest.mark.parametrize("value", CONTROLS)
