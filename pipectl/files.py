@@ -58,6 +58,8 @@ def expand_path(text: str) -> str:
 def expand_words(text: str, separator: str | None = None) -> str:
     """A text that need not be a path, as a shell reads it; see :func:`expand_path`.
 
+    ``$~`` at the begin stands for a ``~``.
+
     Args:
         separator: after which a ``~`` stands for a home directory, as at the begin.
 
@@ -65,6 +67,8 @@ def expand_words(text: str, separator: str | None = None) -> str:
         ValueError: a user or a variable is unknown; does not say more of the text, which may be
             secret.
     """
+    if text.startswith("$~"):
+        return f"~{_with_values(text[2:], None)}"
     words = _with_values(text, None)
     return (separator or "").join(
         _HOME.sub(lambda match: _home_of(match[0], match[0]), part)
@@ -113,6 +117,11 @@ def _with_values(text: str, whole: str | None) -> str:
 def escape_path(text: str) -> str:
     """What :func:`expand_path` turns into this path, which does not begin with ``~``."""
     return text.replace("$", "$$")
+
+
+def escape_words(text: str) -> str:
+    """What :func:`expand_words` turns into this text, if no separator is followed by ``~``."""
+    return "$" * bool(_HOME.match(text)) + escape_path(text)
 
 
 def path_of_user(text: str, *, variables: bool = True) -> Path:

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from pipectl.cli.console import note, plain, show
 from pipectl.errors import CaptureError
-from pipectl.files import escape_path
+from pipectl.files import escape_path, escape_words
 from pipectl.spec import SpecFile
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def take_script(file: Path, arguments: Sequence[str], directory: Path) -> Taken:
     optimizer = [line for line in found.taken if line.what in ("optimizer", "schedule")]
     values = {
         "file": _seen_from(directory, file.resolve()),
-        "arguments": [escape_path(text) for text in arguments],  # the shell has expanded them
+        "arguments": [escape_words(text) for text in arguments],  # the shell has expanded them
         "directory": "" if here == file.resolve().parent else _seen_from(directory, here),
         "drawn_between_epochs": found.drawn_between_epochs,
         "training": found.training,

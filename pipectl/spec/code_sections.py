@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from pipectl.files import escape_path
+from pipectl.files import escape_words
 from pipectl.spec import argument_paths, types
 
 
@@ -128,7 +128,7 @@ class Script(types.Section):
 
 def setting_of(arguments: Sequence[str]) -> str:
     """The value of ``--set`` for arguments of a script that a shell has expanded."""
-    texts = [escape_path(text) for text in arguments]
+    texts = [escape_words(text) for text in arguments]
     return f"script.arguments={json.dumps(texts, ensure_ascii=False)}"
 
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from pipectl.files import escape_path, expand_path, expand_words, names_in
+from pipectl.files import escape_path, escape_words, expand_path, expand_words, names_in
 from pipectl.spec import argument_paths
 from pipectl.spec.places import factories_in, files_in
 
@@ -59,7 +59,11 @@ def _value_of(name: str, text: str) -> str:
 
 def escape_paths(data: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse: data whose paths :func:`expand_paths` leaves as they are here."""
-    escaped = _with_paths(data, lambda _, text: escape_path(text))
+
+    def escape(path: tuple[str | int, ...], text: str) -> str:
+        return escape_words(text) if path[:2] in (_VARIABLES, _ARGUMENTS) else escape_path(text)
+
+    escaped = _with_paths(data, escape)
     for path, _, kwargs in factories_in(data):
         if kwargs:  # the long form, then
             _replace(escaped, (*path[:-1], "kwargs"), argument_paths.escape(kwargs))

@@ -302,11 +302,11 @@ def test_init_refuses_what_no_rank_could_train(
     directory.mkdir()
     monkeypatch.chdir(directory)
     command = written(directory, beginning, text)
-    arguments = ["--script", command.file, "--scheduler", "local", "--", "$other"]
+    arguments = ["--script", command.file, "--scheduler", "local", "--", "$other", "~/x"]
     assert main(["init", "run", *arguments]) == 3
     assert re.search(words, capfd.readouterr().err)
     job = load(directory / "run" / "job.yaml", sites=[])
-    assert (job.script.file, job.script.arguments) == (command.file, ("$other",))
+    assert (job.script.file, job.script.arguments) == (command.file, ("$other", "~/x"))
 
 
 def test_batches_that_must_stay_whole_do_in_the_job(beginning, tmp_path):

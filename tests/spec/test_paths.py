@@ -7,6 +7,7 @@ import pytest
 from pipectl.errors import SpecError, UsageError
 from pipectl.runs import runs_directory
 from pipectl.spec import dump, load
+from pipectl.spec.code_sections import setting_of
 
 PATHS = """\
 version: 1
@@ -23,8 +24,8 @@ training: {steps: 1, batch_size: 1}
 environment:
   container: {image: $STORE/image.sif, mounts: [~/d, "$STORE/e:/e"]}
   setup: [cd ~]
-  variables: {A: "$STORE/a:~/a", B_PATH: "~/a:${STORE}/~:~", C: a$$b$1~/c, D: "~", E: "~x"}
-script: {file: ./t.py, arguments: ["--in", ~/in, "--out=$STORE/o", 1e-3, $$x]}
+  variables: {A: "$STORE/a:~/a", B_PATH: "~/a:${STORE}/~:~", C: a$$b$1~/c, D: "~", E: "~x", F: $~/f}
+script: {file: ./t.py, arguments: ["--in", ~/in, "--out=$STORE/o", 1e-3, $$x, "$~/y", $$~]}
 output: {directory: $STORE/$$x/runs}
 cluster: ~/cluster.json
 """
@@ -69,10 +70,13 @@ def test_every_path_is_expanded_when_the_spec_is_read_and_stays_as_it_is(tmp_pat
     assert spec.environment.setup == ("cd ~",), "the shell's"
     assert spec.environment.variables == {
         "A": "/scratch/a b/a:~/a", "B_PATH": "/home/me/a:/scratch/a b/~:/home/me", "C": "a$b$1~/c",
-        "D": "/home/me", "E": "~x",
+        "D": "/home/me", "E": "~x", "F": "~/f",
     }  # fmt: skip
-    arguments = ("--in", "/home/me/in", "--out=/scratch/a b/o", "0.001", "$x")
+    arguments = ("--in", "/home/me/in", "--out=/scratch/a b/o", "0.001", "$x", "~/y", "$~")
     assert spec.script.arguments == arguments
+    texts = ["~", "~/a:$b", "~me/a", "$~/a", "~x", "$$~"]
+    given = load(job, [setting_of(texts)], sites=[site], check_files=False)
+    assert given.script.arguments == (*texts,), "a shell has expanded what it would"
     again = tmp_path / "again.yaml"
     again.write_text(dump(spec))
     monkeypatch.setenv("HOME", "/elsewhere")
