@@ -196,6 +196,10 @@ def _fault_of_text(syntax: Syntax, dashed: str, text: str | None) -> str:
         return f"takes no value; write {letter}: true"
     if syntax is QSUB and not is_flag and text is None:
         return "needs a value"
+    is_mixed = not re.fullmatch("depend=[^=]*", text or "", re.IGNORECASE)
+    if syntax is QSUB and is_mixed and syntax.find(dashed, text, syntax.dependencies):
+        # The script leaves out its line when it submits itself again.
+        return "depend must stand alone; write a list: W: [depend=..., umask=...]"
     if syntax is QSUB and letter == "l" and not RESOURCES.fullmatch(text or ""):
         return f"{text!r} cannot stand in a resource list of PBS, such as place=scatter:excl"
     return ""

@@ -398,7 +398,7 @@ if ((code == 0)) && [[ -e "$PIPECTL_START/stopped" ]]; then
             qselect -N gpt-small.7f3a9c -s HQTW 2>/dev/null | grep -m 1 '^[0-9]' ||
                 # What this job has waited for is over: a server without a history would not know it, and
                 # drop a job that waits for it.
-                sed "/^#PBS -W '*depend=/d" "$PIPECTL_RUN_DIRECTORY/job.sh" | qsub -C '#PBS'
+                sed -E "/^#PBS -W '?depend=(.*,)?(after|on:)/Id" "$PIPECTL_RUN_DIRECTORY/job.sh" | qsub -C '#PBS'
         }
         if next=$(ask_again submit_next); then
             write_file resubmitted "$next"
