@@ -40,6 +40,8 @@ from pipectl.units import format_clock, plural
 
 MAX_QUESTIONS = 24
 """Maximum number of starts that a batch system is asked for."""
+_MAX_REQUEUES_ASKED = 3
+"""Maximum number of requeues of a row for whose starts it is asked."""
 _MAX_WORDS = 200
 _PREFIX = re.compile(r"^\w+: error: ")
 _SECONDS_PER_HOUR = 3600.0
@@ -402,7 +404,7 @@ class _Questions:
         begins, left_s, waited_s = starts_at, row.run_s, 0.0
         for requeue in range(row.requeues):
             ended, left_s = begins + row.start_run_s, left_s - row.start_run_s
-            if requeue < MAX_QUESTIONS:  # those after it wait as long as that one
+            if requeue < _MAX_REQUEUES_ASKED:  # those after it wait as long as that one
                 begins = self._system.forecast_again(request, queue, self._now, starts_at, ended)
                 waited_s = begins - ended
             else:

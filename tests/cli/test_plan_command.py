@@ -11,6 +11,7 @@ from dataclasses import replace
 from datetime import datetime
 from io import StringIO
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console, RenderableType
@@ -18,6 +19,7 @@ from rich.console import Console, RenderableType
 from pipectl.batch import JobRequest, Queue, get_scheduler
 from pipectl.batch.limits import Misfit
 from pipectl.batch.local import LocalScheduler
+from pipectl.batch.slurm import SlurmScheduler
 from pipectl.cli.views import plan as views
 from pipectl.cli.views import prospects as prospect_views
 from pipectl.cluster import assumed_cluster
@@ -86,13 +88,15 @@ def test_a_batch_system_that_does_not_answer_is_asked_for_one_start(
     assert Path("asked").read_text() == "asked\n"
 
 
-def test_requeues_wait_at_least_as_long_as_slurm_holds_them_back(cli, profile, slurm):
+def test_requeues_wait_at_least_as_long_as_slurm_holds_them_back(cli, profile, slurm, monkeypatch):
+    ask = Mock(side_effect=SlurmScheduler.forecast_again)
+    monkeypatch.setattr(SlurmScheduler, "forecast_again", lambda *given: ask(*given))
     slurm("sinfo", "echo 'debug*|1:00:00|4|4|4000|(null)|up|1-infinite|no|all'")
     slurm("scontrol", "echo 'AuthInfo = cred_expire=600'")
     options = (
         "--compare=1",
         "--set=pipeline.stages=auto",
-        "--set=training.steps=20000",
+        "--set=training.steps=60000",
         "--scheduler=slurm",
         "--json",
     )
@@ -101,7 +105,9 @@ def test_requeues_wait_at_least_as_long_as_slurm_holds_them_back(cli, profile, s
         slurm("sbatch", f"echo sbatch: Job 1 to start at {start} using 1 processors >&2")
         row = cli("plan", "job.yaml", "--when", *options).json["rows"][0]
         waited_s = row["done_at"] - row["starts_at"] - row["run_s"]
-        assert row["requeues"] > 0
+        assert row["requeues"] > 3
+        assert ask.call_count == 3, "the last stands for those after it"
+        ask.reset_mock()
         assert waited_s == pytest.approx(row["requeues"] * pause_s, rel=0.1)
 
 
