@@ -4,6 +4,7 @@ and orders of work."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from math import ceil, floor, log
 
 from pipectl.errors import InfeasibleError
@@ -115,7 +116,8 @@ def sizes_near(request: PlanRequest, micro_batches: int) -> list[int]:
     sizes = {ceil(batch / count) for count in counts} - {ceil(batch / micro_batches)}
     own = batch / micro_batches
     nearest = sorted(sizes, key=lambda size: (abs(log(size / own)), size))
-    return accepted(request, nearest[:MAX_NEAR])
+    taken = (size for size in nearest if ceil(batch / size) in counts and takes(request, size))
+    return list(islice(taken, MAX_NEAR))
 
 
 def sizes_of_stages(request: PlanRequest, profile: Profile, stages: int) -> list[int]:

@@ -138,7 +138,8 @@ class Explorer:
         """
         problem, layouts = self.problem, [candidate.layout]
         if way is None:
-            return [*Candidates(problem, layouts, size, only_fitting=True)]
+            found = Candidates(problem, layouts, size, only_fitting=True)
+            return [each for each in found if each.may_fit]
         if way is Replication.WHOLE:
             return in_turn(problem, layouts, size)
         if not takes(problem.request, size, max(candidate.choice.replicas)):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from math import ceil
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.link import Link
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.planner.choices import micro_batch_sizes, stage_counts
+from pipectl.planner.choices import micro_batch_sizes, sizes_near, stage_counts, takes
 from pipectl.profile_parts import SmallestMicroBatch
 from pipectl.simulate import simulate
 from tests.planner.gate.checked_plans import FAST, after, cluster_of, planned
@@ -173,6 +174,20 @@ def test_numbers_of_micro_batches_near_the_best_are_tried_that_are_no_powers_of_
     times = {size: ((3 + size) * 1e-4, (3 + size) * 2e-4) for size in (1, 2, 4, 8, 16, 24)}
     profile = chain(2, forward_s=11e-4, backward_s=22e-4, timings=times)
     assert planned(profile, nodes_of(2, link=FAST), 24).micro_batches == 3
+
+
+def test_sizes_near_another_are_other_sizes_that_the_model_takes() -> None:
+    smallest, tried = SmallestMicroBatch(2, "model: why"), 0
+    for batch in range(2, 60):
+        request = PlanRequest("job", batch, smallest=smallest)
+        for size in (size for size in range(1, batch + 1) if takes(request, size)):
+            own = ceil(batch / size)
+            near = sizes_near(request, own)
+            tried += len(near)
+            assert ceil(batch / own) not in near
+            assert all(takes(request, each) for each in near)
+            assert all(own <= 1.5 * ceil(batch / each) <= 2.25 * own for each in near)
+    assert tried
 
 
 def test_the_number_of_fast_ranks_is_tried_as_the_number_of_stages() -> None:
