@@ -10,7 +10,8 @@ code lets Python search. All of them are read by `SourceFileLoader` or `io.open_
 the content from the snapshot, and note what this process runs of the user's code.
 
 What that code reads by itself stays as it is. Small files of settings (YAML, JSON...), from which
-models are often built, are noted, too, so that a later change of them is not missed.
+models are often built, are noted, too, so that a later change of them is not missed; not those
+that it writes itself, such as a counter of its runs.
 """
 
 from __future__ import annotations
@@ -36,7 +37,15 @@ from typing import Any
 
 from pipectl.faults import is_user_code
 from pipectl.libraries import large_package
-from pipectl.spec.code import Snapshot, active, directory_of, note_loaded, note_opened, plain_path
+from pipectl.spec.code import (
+    Snapshot,
+    active,
+    directory_of,
+    note_loaded,
+    note_opened,
+    note_written,
+    plain_path,
+)
 
 _began_s: float | None = None
 """When user code began to run here. What is written later is code that it makes."""
@@ -93,12 +102,13 @@ def _open(path: str) -> Any:
 
 @wraps(io.open)
 def _open_noted(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-    """A file as :func:`open` gives it, noted if it has settings that user code reads."""
+    """A file as :func:`open` gives it, noted if it has settings that user code reads or writes."""
     opened = _open_file(file, mode, *args, **kwargs)
-    if isinstance(file, str | PathLike) and not {*mode} & {*"wax+"}:
+    if isinstance(file, str | PathLike):
         name = fspath(file)
         if isinstance(name, str) and name.endswith(_SETTINGS) and _is_of_user(sys._getframe(1)):
-            _note_settings(Path(plain_path(name)))
+            note = note_written if {*mode} & {*"wax+"} else _note_settings
+            note(Path(plain_path(name)))
     return opened
 
 

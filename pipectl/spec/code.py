@@ -121,8 +121,8 @@ def note_loaded(path: Path, content: bytes, name: str, package: str | None) -> N
     _loaded[path] = file, b"" if package else content
 
 
-_opened: dict[Path, dict[Path, LoadedFile]] = {}
-"""By directory."""
+_opened: dict[Path, dict[Path, LoadedFile | None]] = {}
+"""By directory; None for one that user code has written since."""
 _MAX_OPENED = 16
 """Of a directory; one with more such files has data."""
 _MAX_DIRECTORIES = 64
@@ -141,11 +141,22 @@ def note_opened(path: Path, content: bytes) -> None:
         beside[path] = LoadedFile(str(path), hashlib.sha256(content).hexdigest())
 
 
+def note_written(path: Path) -> None:
+    """Note that the user's code in this process writes a file: what it has read are no settings.
+
+    Args:
+        path: absolute.
+    """
+    if path in (beside := _opened.get(path.parent, {})):
+        beside[path] = None
+
+
 def loaded_files() -> list[LoadedFile]:
     """The source files that this process runs, apart from those of installed packages, and the
     files of settings that they read.
     """
-    opened = [files.values() for files in _opened.values() if len(files) <= _MAX_OPENED]
+    few = [files.values() for files in _opened.values() if len(files) <= _MAX_OPENED]
+    opened = [filter(None, files) for files in few]
     return [*(file for file, _ in _loaded.values()), *chain.from_iterable(opened)]
 
 

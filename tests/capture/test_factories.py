@@ -646,7 +646,7 @@ def build():
         net = yaml.safe_load(file)
     for name in ('.cache/a.json', 'text.txt', 'vast.json', *(f'data/{i}.json' for i in range(17))):
         (HERE / name).read_bytes()
-    (HERE / 'sizes.json').write_text(json.dumps({'b': net['a']}))
+    (HERE / 'count.json').write_text(str(1 + json.loads((HERE / 'count.json').read_text())))
     (HERE / 'own.json').write_text('1')
     return net['a'], SIZES['b'], (HERE / 'own.json').read_text()
 """
@@ -661,6 +661,8 @@ def test_settings_that_user_code_opens_are_compared(
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"a": 1, "b": 2}' + " " * (2**20 * (name == "vast.json")))
         os.utime(tmp_path / name, (1e9, 1e9))
+    (tmp_path / "count.json").write_text("1")
+    os.utime(tmp_path / "count.json", (1e9, 1e9))
     (tmp_path / "own.py").write_text(OPENS)
     own, job = "./own.py:build", tmp_path / "job.yaml"
     job.write_text(
