@@ -9,7 +9,8 @@ A *tally* is the number of such a combination. With two devices A and one B::
 
 The number of tallies is the product of the numbers of devices, each plus one. For many devices of
 several kinds, the order of the kinds is fixed instead, and a tally is a position in it. Among equal
-devices, stages go to ranks in ascending order, so that neighbours stay close.
+devices, stages go to ranks node by node, from the first node on or from the last, so that
+neighbours stay close, or are spread over nodes.
 """
 
 from __future__ import annotations
