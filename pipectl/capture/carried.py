@@ -67,7 +67,8 @@ class Dependence:
         read = self.of([t for t in tensors if id(t) not in unread | overwritten])
         before = set(storages_in(tensors))
         self._of.update(dict.fromkeys(set(storages_in(result)) - before, read))
-        copied = [(args[0], result)] if target is torch.ops.aten.clone.default else []
+        is_copy = target is torch.ops.aten.clone.default and _is_whole(args[0])
+        copied = [(args[0], result)] if is_copy else []
         for buffer, new in (*kept, *copied):
             if new is not None:
                 source = storage_of(buffer)
@@ -76,13 +77,18 @@ class Dependence:
             storage = storage_of(tensor)
             self._unchanged.pop(storage, None)
             sources = {self._unchanged.get(storage_of(t)) for t in tensors if t is not tensor}
-            if sources == {storage}:
+            if sources == {storage} and all(map(_is_whole, tensors)):
                 continue
             whole = tensor.nbytes == tensor.untyped_storage().nbytes()
             earlier = self._of.get(storage, frozenset())
             self._of[storage] = read if whole and id(tensor) in overwritten else read | earlier
             if storage in self._names:
                 self.changed.add(self._names[storage])
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Whether a tensor is all of its memory, in the order of that."""
+    return tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 def _overwrites(target: Any) -> bool:

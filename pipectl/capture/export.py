@@ -6,7 +6,7 @@ The sequence length is free too, if sequences are padded to several lengths.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -200,7 +200,14 @@ def _refuse_carried(
         except Exception:  # what else such a step needs is not known
             return None, {}
         left = map(name_of_state, tables.keys() - changes.keys())
-        return difference(program, again, {*left}), changes
+        place = difference(program, again, {*left})
+        if place is not None and tables and difference(with_tables(), again) is None:
+            place = None  # the tables alone make that difference
+        return place, changes
+
+    @cache
+    def with_tables() -> ExportedProgram:
+        return _program(wrapper, batch, kept, free, tables)[0]
 
     place, changed_again = rerun(others) if others else (None, {})
     begin = others

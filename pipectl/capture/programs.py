@@ -187,9 +187,10 @@ def _lines(program: ExportedProgram, left: _Left) -> _Lines:
             if node in left.gone:
                 numbers[node] = numbers[left.gone[node]]
                 continue
-            # Another constant before it leaves the number of an operator as it is.
+            # Another constant before it leaves the number of an operator as it is. States and items
+            # of the batch have names: another one in the same place is another program.
             kind = ("c" if node.name in fixed else "") if node.op == "placeholder" else "%"
-            numbers[node] = f"{kind}{counts[kind]}"
+            numbers[node] = f"{kind}{counts[kind]}" if kind else node.name
             counts[kind] += 1
             if node.op == "placeholder":
                 users = (user for user in node.users if user in used)

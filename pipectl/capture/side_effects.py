@@ -229,6 +229,8 @@ class SideEffects:
         Raises:
             RefusedError: naming what it keeps.
         """
+        if not before:
+            return
         begin: _Begin = {key: _entry(after, key) for key in before}
         if not self._differs(call, outcome, {}):
             twice: list[_Key] = []

@@ -476,6 +476,14 @@ CARRIED: dict[str, tuple[str, str, str | None]] = {
     ),
     "assigned": (NORM, f"{MEAN} = {NEWER}\nx = x - {MEAN}", "kept.running_mean"),
     "one entry": (NORM, f"{MEAN}[0] = x.detach().mean()\nx = x - {MEAN}", "kept.running_mean"),
+    "moved by one": (
+        NORM, f"{MEAN}[1:] = {MEAN}[:-1].clone()\nx = x - {MEAN}", "kept.running_mean",
+    ),
+    "turned": (
+        NORM,
+        f"a = {MEAN}[:1].clone()\n{MEAN}[:5] = {MEAN}[1:].clone()\n{MEAN}[5:] = a\nx = x - {MEAN}",
+        "kept.running_mean",
+    ),
     "a counter": (
         NORM, "self.kept.num_batches_tracked += 1\nx = x / self.kept.num_batches_tracked",
         "kept.num_batches_tracked",
