@@ -11,7 +11,7 @@ import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain, islice
 from types import BuiltinMethodType, FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -38,7 +38,6 @@ _MAX_LOOKED_AT = 2**16
 """Objects of data in all; beyond these, they are samples."""
 _MAX_KEPT_BYTES = 2**26
 """Of data in all that are copied."""
-_GENERATOR_BYTES = 2**14
 _SAMPLED = 64
 """Entries of what is not copied that show whether it has changed."""
 
@@ -68,7 +67,7 @@ class Kept:
     one time: counts, lists, generators, small arrays.
 
     Files that they have opened, and iterators, stay as they are. So do large arrays; large
-    containers, which are not copied, must not change.
+    containers, which are not copied, must not change. Generators are always set back.
 
     Args:
         roots: the objects; anything else is ignored.
@@ -79,14 +78,14 @@ class Kept:
         waiting, known = [Holder([*roots], "", None)], {id(each) for each in besides}
         found = [*islice(items_in(waiting, known, data=True), _MAX_LOOKED_AT)]
         self._restores: list[Callable[[], None]] = []
-        self._large: list[tuple[Holder, int, list[Any]]] = []
+        self._large: list[tuple[Holder, int, int, list[Any]]] = []
         left = _MAX_KEPT_BYTES
-        for holder in found:  # what is deep comes last
+        for holder in sorted(found, key=_is_array):  # what is deep comes last, too
             if (size := _size_of(holder)) <= left:
                 left -= size
                 self._restores.append(restore_of(holder.value))
             elif type(holder.value) in CONTAINERS and len(holder.value) > _SAMPLED:
-                self._large.append((holder, len(holder.value), _some_of(holder.value)))
+                self._large.append((holder, size, len(holder.value), _some_of(holder.value)))
 
     def restore(self) -> None:
         """Set all back to that time.
@@ -97,25 +96,48 @@ class Kept:
         for restore in self._restores:
             with suppress(RuntimeError, TypeError, ValueError):  # it takes no values
                 restore()
-        for holder, count, some in self._large:
+        for holder, size, count, some in self._large:
             others = _some_of(holder.value)
             if count != len(holder.value) or not all(map(operator.is_, some, others)):
                 raise CaptureError(
-                    f"data: {holder.name.rpartition('.')[2]!r}, of "
-                    f"{format_bytes(_size_of(holder))}, has changed as data were read, and is too "
-                    "large to be copied, so that they could be read again",
+                    f"data: {holder.name.rpartition('.')[2]!r}, of {count:,} entries "
+                    f"({format_bytes(size)}), has changed as data were read, and cannot be set "
+                    "back to read them again: with what the dataset and the sampler keep besides, "
+                    f"a copy takes more than {format_bytes(_MAX_KEPT_BYTES)}",
                     hint="let the dataset and the sampler keep what changes apart from large data: "
                     "draw an order anew in every epoch (torch.randperm), instead of shuffling one "
                     "that they keep",
                 )
 
 
+@contextmanager
+def restoring(*restores: Callable[[], None]) -> Iterator[None]:
+    """Call these after the block, the one that may raise last. An error of the block itself comes
+    before theirs.
+    """
+    try:
+        yield
+    except BaseException:
+        for restore in restores:
+            with suppress(CaptureError):
+                restore()
+        raise
+    for restore in restores:
+        restore()
+
+
+def _is_array(holder: Holder) -> bool:
+    return isinstance(holder.value, np.ndarray | Tensor)
+
+
 def _size_of(holder: Holder) -> int:
-    """The memory in bytes that a copy takes, without what its entries refer to."""
+    """The memory in bytes that a copy takes, without what its entries refer to; none for the state
+    of a generator.
+    """
     value = holder.value
-    if isinstance(value, np.ndarray | Tensor):
+    if _is_array(holder):
         return int(value.nbytes)
-    return sys.getsizeof(value) if type(value) in CONTAINERS else _GENERATOR_BYTES
+    return sys.getsizeof(value) if type(value) in CONTAINERS else 0
 
 
 def _some_of(value: Any) -> list[Any]:

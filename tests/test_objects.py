@@ -10,7 +10,7 @@ from torch.utils.data import Sampler
 
 from pipectl import objects
 from pipectl.errors import CaptureError
-from pipectl.objects import Kept
+from pipectl.objects import Kept, restoring
 
 COUNT = 50_000
 CHANGES = {
@@ -42,7 +42,8 @@ def test_what_is_too_large_to_be_copied_may_not_change(few, name):
     kept.restore()
     assert (sampler.epochs, sampler.random.random()) == (0, wanted)
     change(large)
-    with pytest.raises(CaptureError, match=r"'large', of .* has changed as data were read"):
+    said = r"'large', of 50,000 entries \(.*\), has changed as data were read.* more than 256 KiB"
+    with pytest.raises(CaptureError, match=said):
         kept.restore()
 
 
@@ -58,3 +59,27 @@ def test_copies_of_what_data_keep_take_little_memory(few):
     sampler.epochs = 7
     kept.restore()
     assert sampler.epochs == 0
+
+
+@pytest.mark.parametrize("make", [random.Random, np.random.default_rng])
+def test_generators_are_set_back_and_lists_copied_however_large_arrays_are(few, make):
+    order, own = list(range(1000)), make(1)
+    sampler = Samples([np.arange(25_000), np.arange(7000), [order, [own]]])
+    sampler.records = []
+    kept, wanted = Kept(sampler), own.random()
+    order.reverse()
+    kept.restore()
+    assert (own.random(), order[0]) == (wanted, 0)
+
+
+def test_what_fails_comes_before_what_cannot_be_set_back(few):
+    sampler = Samples(list(range(COUNT)))
+    kept = Kept(sampler)
+
+    def fail():
+        with restoring(kept.restore):
+            sampler.large.clear()
+            raise ValueError("the first")
+
+    with pytest.raises(ValueError, match="the first"):
+        fail()

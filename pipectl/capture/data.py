@@ -33,7 +33,7 @@ from pipectl.capture.factories import call
 from pipectl.capture.randomness import seed_of
 from pipectl.errors import CaptureError, InvalidInputError, WorkerError
 from pipectl.faults import user_line_in
-from pipectl.objects import Kept
+from pipectl.objects import Kept, restoring
 from pipectl.torch_api import read_sample
 
 Sample = tuple[int, int]
@@ -340,10 +340,8 @@ class Loader:
         count how often it is read.
         """
         before = Kept(self._dataset) if self._iterable else Kept()
-        try:
+        with restoring(before.restore):
             yield
-        finally:
-            before.restore()
 
     def _empty(self) -> CaptureError:
         hint = f"check the arguments of {self._section}:"

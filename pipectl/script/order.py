@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from pipectl.errors import CaptureError
-from pipectl.objects import Kept, seed_everything
+from pipectl.objects import Kept, restoring, seed_everything
 from pipectl.script.program import Path, name_of, reach
 from pipectl.torch_api import read_sample, told_as_process
 from pipectl.units import plural
@@ -126,8 +126,8 @@ class Generators:
 
     def restore(self) -> None:
         """Set all back to that time."""
-        self._own.restore()
         self.shared.restore()
+        self._own.restore()
 
 
 def samplers_of(loader: DataLoader[Any]) -> Iterator[Any]:
@@ -218,17 +218,15 @@ class Order:
         before = Generators(self._loader)
         self(0)
         is_fresh, own = self._drawn == 0, self._generator
-        self._next.restore()
-        try:
+        with restoring(before.restore):
+            self._next.restore()
             for count in range(_MOST_DRAWN if is_fresh else 0):
                 if start.shared.have_drawn() if own is None else self._differs(start.state):
                     draw(1, own)
                     continue
                 is_drawn = start.is_iterated and own is self._loader.generator
                 return count - (_OF_ITERATOR if is_drawn else 0)
-            return None
-        finally:
-            before.restore()
+        return None
 
     @cached_property
     def _generator(self) -> torch.Generator | None:
@@ -254,8 +252,8 @@ class Order:
 
     def _draw(self) -> array[int]:
         before = Generators(self._loader)
-        self._next.restore()
-        try:
+        with restoring(before.restore):
+            self._next.restore()
             if self._drawn == 0 or not self._is_long:
                 if self._drawn and self._between:
                     draw(self._between, self._generator)
@@ -272,8 +270,6 @@ class Order:
                 indices.extend(map(int, batch))
                 sizes.append(len(indices) - before_it)
             self._next = Generators(self._loader)
-        finally:
-            before.restore()
         size = batch_size_of(self._loader)
         size = size or next(iter(sizes), None)
         kind = type(self._loader.batch_sampler).__name__
@@ -590,12 +586,9 @@ def samples_of(
 def draws_samples(data: Any) -> bool:
     """Whether a sample of :func:`samples_of` draws random numbers of generators that all share."""
     before, kept = SharedGenerators(), Kept(data)
-    try:
+    with restoring(before.restore, kept.restore):
         if isinstance(data, IterableDataset):
             next(iter(data), None)
         else:
             data[next(iter(data.order(0)))]
         return before.have_drawn()
-    finally:
-        before.restore()
-        kept.restore()

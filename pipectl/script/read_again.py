@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from pipectl.errors import CaptureError
+from pipectl.objects import restoring
 from pipectl.script.hooks import Seen
 from pipectl.script.order import SharedGenerators, draws_samples, keeps_processes, samplers_of
 from pipectl.script.parts import Parts
@@ -106,7 +107,7 @@ def read_again(parts: Parts, steps: Sequence[Step]) -> Read:
     """Read the batches of some steps as the job reads them."""
     is_stream = isinstance(parts.loader.dataset, IterableDataset)
     generators = SharedGenerators()
-    try:
+    with restoring(generators.restore, parts.loading.data.restore):
         words = _out_of_turn(parts.seen, steps)
         read = Read(words) if words else _compared(parts, steps, is_stream=is_stream)
         if is_stream:
@@ -114,9 +115,6 @@ def read_again(parts: Parts, steps: Sequence[Step]) -> Read:
         if steps[-1].epoch > 1 and not read.reorders:
             return read._replace(reorders=_of_later_epochs(parts))
         return read
-    finally:
-        generators.restore()
-        parts.loading.data.restore()
 
 
 def _of_later_epochs(parts: Parts) -> str:
