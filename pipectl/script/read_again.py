@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import select
 import signal
@@ -232,7 +233,10 @@ def _rest_of(parts: Parts, accumulation: int) -> int | None:
     child = os.fork()
     if not child:
         try:
+            torch.set_num_threads(1)  # threads of this process have not been copied
             os.setpgid(0, 0)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(math.ceil(_PATIENCE_S) + 1)  # ends it if this process is killed before
             os.write(writing, str(_samples_left(parts, size * accumulation)).encode())
         finally:
             os._exit(0)  # without what the script does at its end, or a traceback
@@ -251,8 +255,11 @@ def _rest_of(parts: Parts, accumulation: int) -> int | None:
 def _samples_left(parts: Parts, of_step: int) -> int:
     """Read an epoch of a stream, and count its last samples, which fill no step."""
     parts.loading.data.restore()
-    sizes: list[int] = [*_loader_of(parts, parts.dataset(), len)]
-    return sum(sizes) % of_step or sum(each for each in sizes if each < parts.batch_size)
+    total = incomplete = 0
+    for size in _loader_of(parts, parts.dataset(), len):
+        total += size
+        incomplete += size if size < parts.batch_size else 0
+    return total % of_step or incomplete
 
 
 def _out_of_turn(seen: Seen, steps: Sequence[Step]) -> str:
