@@ -55,7 +55,7 @@ def values_of_script(job: CapturedJob, compared: Compared | None) -> dict[str, A
     """
     if job.script is None or compared is None or job.spec.beside_script:
         return {}
-    with suppress(CaptureError):  # said where the job is tried
+    with suppress(Exception):  # of the script's code, too; said where the job is tried
         return values_of(job.script, compared)
     return {}
 

@@ -61,7 +61,9 @@ class Told(NamedTuple):
         cls, function: Callable[..., Any], owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Told | None:
         """The call of a method; None if it tells no number."""
-        names = [*signature(function).parameters][1 : len(args) + 1]
+        names = list[str]()
+        with suppress(TypeError, ValueError):  # compiled code may tell no names
+            names = [*signature(function).parameters][1 : len(args) + 1]
         key: int | str = 0 if args else next(iter(kwargs), 0)
         if "epoch" in names or "epoch" in kwargs:
             key = names.index("epoch") if "epoch" in names else "epoch"

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from pipectl.capture.build import training_loader
 from pipectl.script import Command, Parts, read_again
-from pipectl.script.order import Generators, Order
+from pipectl.script.order import Generators, Order, Told
 from pipectl.spec import load
 
 STEP = "criterion(model(x), y).backward(); optimizer.step(); optimizer.zero_grad()"
@@ -277,6 +277,11 @@ def test_an_epoch_of_a_stream_that_waits_for_data_is_not_waited_for(
     found = found_in(written(tmp_path, beginning, text + LOOP.format(before="pass", step=STEP)))
     words = next(each.value for each in found.differs if each.what == "batches")
     assert words.startswith("if the samples of an epoch are no multiple of 8")
+
+
+def test_a_set_epoch_in_c_tells_the_number_of_the_epoch_by_its_first_argument():
+    owner = {}
+    assert Told.of(dict.update, owner, (3, 1), {}) == Told(owner, (3, 1), {}, 0)
 
 
 def test_orders_of_large_datasets_take_eight_bytes_a_sample():
