@@ -239,11 +239,17 @@ class Graph(Live):
         self._is_read_once = all(_is_read_once(node) for node in nodes)
 
     def backward(
-        self, leaves: Iterable[Tensor], gradients: Tensors, weight: float, scale: float
+        self,
+        leaves: Iterable[Tensor],
+        gradients: Tensors,
+        weight: float,
+        scale: float,
+        *,
+        of_loss: bool,
     ) -> Tensors:
         """Run the backward of the micro-batch with :attr:`values`, and drop them."""
         with replayed(self.seed):
-            returned = dict(super().backward(leaves, gradients, weight, scale))
+            returned = dict(super().backward(leaves, gradients, weight, scale, of_loss=of_loss))
         self.values = []
         self.caught.clear()
         return returned

@@ -104,7 +104,13 @@ class Live:
         return [*self.roots.values(), *loss]
 
     def backward(
-        self, leaves: Iterable[Tensor], gradients: Tensors, weight: float, scale: float
+        self,
+        leaves: Iterable[Tensor],
+        gradients: Tensors,
+        weight: float,
+        scale: float,
+        *,
+        of_loss: bool,
     ) -> Tensors:
         """Run the backward of the graph; returns the gradients of received values."""
         roots: list[Tensor | GradientEdge] = []
@@ -121,7 +127,9 @@ class Live:
         if roots:
             later = () if self.weight_half is None else self.weight_half.gradients
             others = chain(seeds, gradients.values(), self.caught.values(), later)
-            adds_nothing = self.loss is not None and not weight
+            adds_nothing = of_loss and not weight
+            if self.weight_half is not None:
+                self.weight_half.adds_nothing = adds_nothing
             with zeros_behind(self.edges) if adds_nothing else nullcontext():
                 run_backward(roots, seeds, leaves, others, retain_graph=self.is_lasting)
         return self.caught
@@ -241,9 +249,13 @@ class Segment:
         self.kept[micro_batch], _ = self.run(forward.map_tensors(unpack), again=True)
 
     def backward(
-        self, micro_batch: int, gradients: Tensors, weight: float, scale: float
+        self, micro_batch: int, gradients: Tensors, weight: float, scale: float, *, of_loss: bool
     ) -> tuple[Tensors, Version | None]:
         """Run the backward of a micro-batch; parameter gradients accumulate.
+
+        Args:
+            weight: of the micro-batch in the loss, if the stage computes it.
+            of_loss: whether it does. Without weight, all its gradients are zeros then.
 
         Returns:
             Gradients of received values, and the version of the weights.
@@ -252,7 +264,7 @@ class Segment:
         assert isinstance(live, Live)
         leaves = self.leaves if live.version is None else live.version.leaves.values()
         try:
-            returned = live.backward(leaves, gradients, weight, scale)
+            returned = live.backward(leaves, gradients, weight, scale, of_loss=of_loss)
         except RefusedError as error:
             if error.refusal is not Refusal.SPARSE:
                 raise

@@ -181,7 +181,7 @@ class Stage:
 
         Args:
             gradients: of the stage's results, and of received values that later stages use too.
-            weight: of the micro-batch in the loss, if this stage computes the loss.
+            weight: of the micro-batch in the loss; not used unless this stage computes the loss.
             scale: of the loss, in float16; it scales all gradients too.
 
         Returns:
@@ -190,6 +190,7 @@ class Stage:
         number = micro_batch.number
         self.saved.pop(number, None)  # none of it is offloaded after this
         returned = dict(gradients)
+        of_loss = self.cuts[True, micro_batch.span].loss_stage == self.index
         if self.sums is not None:
             self.sums.micro_batch = number
         for segment in reversed(self.segments):
@@ -197,7 +198,7 @@ class Stage:
                 segment.recompute(number)
             slots = segment.codes[micro_batch.span].returning
             entering = {slot: returned.pop(slot) for slot in slots if slot in returned}
-            caught, version = segment.backward(number, entering, weight, scale)
+            caught, version = segment.backward(number, entering, weight, scale, of_loss=of_loss)
             returned |= caught
             if self.sums is not None:
                 self.sums.add(segment.leaves)

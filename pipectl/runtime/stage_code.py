@@ -19,6 +19,7 @@ embeddings would gain little from a second one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType
 from typing import Any
@@ -33,7 +34,7 @@ from pipectl.capture.randomness import SEEDERS, seed_backward
 from pipectl.capture.stage import Pass, StageCode, fork_uses
 from pipectl.errors import CaptureError
 from pipectl.runtime.casts import SharedCast, SharedCasts
-from pipectl.runtime.saved_tensors import gradients_of, run_backward
+from pipectl.runtime.saved_tensors import gradients_of, run_backward, zeros_behind
 from pipectl.torch_api import (
     HigherOrderOperator,
     OpOverload,
@@ -116,17 +117,20 @@ class WeightHalf:
     Attributes:
         roots, gradients: results of operators, and their gradients.
         weights: that get a gradient.
+        adds_nothing: whether these gradients are zeros, whatever the values are.
     """
 
     roots: list[GradientEdge] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
+    adds_nothing: bool = False
 
     def run(self) -> None:
         """Add to the gradients of the weights."""
         if self.roots:
             weights = self.weights
-            run_backward(self.roots, self.gradients, weights, self.gradients, inputs=weights)
+            with zeros_behind(self.roots) if self.adds_nothing else nullcontext():
+                run_backward(self.roots, self.gradients, weights, self.gradients, inputs=weights)
 
 
 def split_backwards(

@@ -83,7 +83,11 @@ PADDED = {
     "loss": {"factory": f"{PARTS}:mean_of_valid", "weight": f"{PARTS}:valid"},
 }
 """Gradients of the second micro-batch of step 2 are NaN, and count nothing, as its loss does."""
+UNDEFINED = {**PADDED, **of("OverPresent", "Emptied")}
+"""All from the middle of the model on is NaN there."""
 SPLIT = {"micro_batches": 2, "stages": 2, "schedule": "zb-h1"}
+SPLIT_ALONE = {"micro_batches": 2, "stages": 1, "schedule": "zb-h1"}
+IN_BLOCKS = {"micro_batches": 2, "stages": 1, "recompute": "blocks"}
 APART = {"micro_batches": 2, "stages": 1, "backward": "apart"}
 TRAININGS: dict[str, tuple[int, dict[str, Any], float]] = {
     "calls count from the first step": (2, of("Counting", opaque=["counter"]), 0.0),
@@ -97,6 +101,8 @@ TRAININGS: dict[str, tuple[int, dict[str, Any], float]] = {
     "more than tensors in a state dict": (2, of("Described"), 0.0),
     "a micro-batch without weight, backwards in halves": (2, {**PADDED, "pipeline": SPLIT}, 0.0),
     "a micro-batch without weight, backwards apart": (2, {**PADDED, "pipeline": APART}, 0.0),
+    "undefined outputs without weight, in blocks": (1, {**UNDEFINED, "pipeline": IN_BLOCKS}, 0.0),
+    "the same, backwards in halves": (1, {**UNDEFINED, "pipeline": SPLIT_ALONE}, 0.0),
     "a smaller last micro-batch": (2, UNEQUAL, 0.0),
     "noise in the model's order": (1, {**of("Backwards"), "optimizer": NOISY}, 0.0),
     "steps without some parameters": (1, BRANCHING, 0.0),
