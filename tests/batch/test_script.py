@@ -585,6 +585,7 @@ def test_a_job_of_pbs_that_submits_itself_again_waits_for_no_other(pbs, make_req
     script, text = directory.script.read_text(), (directory.path / "next.sh").read_text()
     (line,) = set(script.splitlines()) - set(text.splitlines())
     assert "depend=" in line.lower()
+    assert "before" not in line
     assert text == script.replace(f"{line}\n", "")
 
 
