@@ -154,10 +154,12 @@ def _unexpected(context: Any) -> UsageError:
     return UsageError(words, hint=_hint_of(context))
 
 
-def _hint_of(context: Any) -> str:
-    """Where a command is explained."""
+def _hint_of(context: Any, error: BaseException | None = None) -> str:
+    """Where a command is explained, and where arguments of a script are given that it does not
+    take."""
     hint = f"see: {context.command_path} --help"
-    if _has_job(context.command):
+    is_unknown = error is None or hasattr(error, "option_name")
+    if is_unknown and _has_job(context.command):
         hint += "; all arguments of the job's script follow after `--`"
     return hint
 
@@ -286,7 +288,7 @@ def _describe(error: BaseException) -> tuple[int, list[str], str | None]:
         return error.exit_code, [f"{error.message}{limit_of(error)}"], error.hint
     if isinstance(error, typer.TyperException):
         context = getattr(error, "ctx", None)
-        hint = None if context is None else _hint_of(context)
+        hint = None if context is None else _hint_of(context, error)
         return error.exit_code, [error.format_message()], hint
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         return INTERRUPTED, ["interrupted"], None

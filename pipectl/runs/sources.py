@@ -113,10 +113,14 @@ def _open_noted(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_of_user(frame: FrameType | None) -> bool:
-    """Whether user code asks for something, by itself or through a library."""
-    while frame is not None and not is_user_code(name := frame.f_code.co_filename):
-        frame = None if name.startswith(_PACKAGE) else frame.f_back
-    return frame is not None
+    """Whether user code that pipectl runs asks for something, by itself or through a library.
+
+    What calls pipectl, such as a notebook, is no code of the job.
+    """
+    is_of_user = False
+    while frame is not None and not (name := frame.f_code.co_filename).startswith(_PACKAGE):
+        is_of_user, frame = is_of_user or is_user_code(name), frame.f_back
+    return is_of_user and frame is not None
 
 
 def _note_settings(path: Path) -> None:

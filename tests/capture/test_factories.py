@@ -671,7 +671,7 @@ def test_settings_that_user_code_opens_are_compared(
     )
     sources.follow_imports()
     monkeypatch.setattr(sources, "_began_s", time.time() - 60)
-    assert found(own, tmp_path)() == (1, 2, "1")
+    assert call(found(own, tmp_path), "model") == (1, 2, "1")
     opened = [each for each in loaded_here() if each.path.startswith(f"{tmp_path}/")]
     opened = [each for each in opened if not each.path.endswith(".py")]
     assert [each.path for each in opened] == [str(tmp_path / name) for name in names[:2]]
