@@ -488,7 +488,8 @@ until [[ -e go ]]; do sleep 0.05; done
 
 def test_a_sweep_is_a_job_array_from_submission_to_its_end(pipectl, tmp_path, monkeypatch):
     """What its jobs would run on torch only waits."""
-    for name, text in (("python", WAITS), ("mpiexec", "#!/bin/bash\n")):
+    starts = '#!/bin/bash\nrm -f "$PIPECTL_START/starting"\n'
+    for name, text in (("python", WAITS), ("mpiexec", starts)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     (tmp_path / "job.yaml").write_text(SWEEP)
