@@ -424,7 +424,8 @@ class Engine:
             gradients = joined(run.inbox.pop((True, index, number), ()))
             if arms:
                 self.reductions[index].arm()
-            results = stage.backward(micro_batch, gradients, run.weights[number], run.scale)
+            weight = run.weights[number] if has_loss else None
+            results = stage.backward(micro_batch, gradients, weight, run.scale)
             deliver(run, micro_batch, results)
 
         return backward

@@ -239,17 +239,11 @@ class Graph(Live):
         self._is_read_once = all(_is_read_once(node) for node in nodes)
 
     def backward(
-        self,
-        leaves: Iterable[Tensor],
-        gradients: Tensors,
-        weight: float,
-        scale: float,
-        *,
-        of_loss: bool,
+        self, leaves: Iterable[Tensor], gradients: Tensors, weight: float | None, scale: float
     ) -> Tensors:
         """Run the backward of the micro-batch with :attr:`values`, and drop them."""
         with replayed(self.seed):
-            returned = dict(super().backward(leaves, gradients, weight, scale, of_loss=of_loss))
+            returned = dict(super().backward(leaves, gradients, weight, scale))
         self.values = []
         self.caught.clear()
         return returned
@@ -426,7 +420,7 @@ class BackwardHalf(_Half):
         super().recompute(micro_batch)
 
     def backward(
-        self, micro_batch: MicroBatch, gradients: Tensors, weight: float, scale: float = 1.0
+        self, micro_batch: MicroBatch, gradients: Tensors, weight: float | None, scale: float = 1.0
     ) -> Tensors:
         """Run the backward of a micro-batch; parameter gradients accumulate."""
         if not self._segment.recomputes:

@@ -104,20 +104,19 @@ class Live:
         return [*self.roots.values(), *loss]
 
     def backward(
-        self,
-        leaves: Iterable[Tensor],
-        gradients: Tensors,
-        weight: float,
-        scale: float,
-        *,
-        of_loss: bool,
+        self, leaves: Iterable[Tensor], gradients: Tensors, weight: float | None, scale: float
     ) -> Tensors:
-        """Run the backward of the graph; returns the gradients of received values."""
+        """Run the backward of the graph; returns the gradients of received values.
+
+        Args:
+            weight: see :meth:`Segment.backward`.
+        """
         roots: list[Tensor | GradientEdge] = []
         seeds: list[Tensor] = []
         if self.loss is not None:
             roots.append(self.loss)
             form = tuple(self.loss.shape), self.loss.dtype, self.loss.device
+            assert weight is not None
             seeds.append(_seed(*form, scale, weight))
         for slot, gradient in gradients.items():
             root = self.roots.get(slot)
@@ -127,7 +126,7 @@ class Live:
         if roots:
             later = () if self.weight_half is None else self.weight_half.gradients
             others = chain(seeds, gradients.values(), self.caught.values(), later)
-            adds_nothing = of_loss and not weight
+            adds_nothing = weight == 0
             if self.weight_half is not None:
                 self.weight_half.adds_nothing = adds_nothing
             with zeros_behind(self.edges) if adds_nothing else nullcontext():
@@ -249,13 +248,13 @@ class Segment:
         self.kept[micro_batch], _ = self.run(forward.map_tensors(unpack), again=True)
 
     def backward(
-        self, micro_batch: int, gradients: Tensors, weight: float, scale: float, *, of_loss: bool
+        self, micro_batch: int, gradients: Tensors, weight: float | None, scale: float
     ) -> tuple[Tensors, Version | None]:
         """Run the backward of a micro-batch; parameter gradients accumulate.
 
         Args:
-            weight: of the micro-batch in the loss, if the stage computes it.
-            of_loss: whether it does. Without weight, all its gradients are zeros then.
+            weight: of the micro-batch in the loss, if the stage computes it; else None. If it is 0,
+                all gradients of the stage are zeros.
 
         Returns:
             Gradients of received values, and the version of the weights.
@@ -264,7 +263,7 @@ class Segment:
         assert isinstance(live, Live)
         leaves = self.leaves if live.version is None else live.version.leaves.values()
         try:
-            returned = live.backward(leaves, gradients, weight, scale, of_loss=of_loss)
+            returned = live.backward(leaves, gradients, weight, scale)
         except RefusedError as error:
             if error.refusal is not Refusal.SPARSE:
                 raise

@@ -175,13 +175,13 @@ class Stage:
         self.segments[-1].recompute(micro_batch.number)
 
     def backward(
-        self, micro_batch: MicroBatch, gradients: Tensors, weight: float, scale: float = 1.0
+        self, micro_batch: MicroBatch, gradients: Tensors, weight: float | None, scale: float = 1.0
     ) -> Tensors:
         """Run the backward of a micro-batch, or its first half; parameter gradients accumulate.
 
         Args:
             gradients: of the stage's results, and of received values that later stages use too.
-            weight: of the micro-batch in the loss; not used unless this stage computes the loss.
+            weight: of the micro-batch in the loss, if this stage computes the loss; else None.
             scale: of the loss, in float16; it scales all gradients too.
 
         Returns:
@@ -190,7 +190,6 @@ class Stage:
         number = micro_batch.number
         self.saved.pop(number, None)  # none of it is offloaded after this
         returned = dict(gradients)
-        of_loss = self.cuts[True, micro_batch.span].loss_stage == self.index
         if self.sums is not None:
             self.sums.micro_batch = number
         for segment in reversed(self.segments):
@@ -198,7 +197,7 @@ class Stage:
                 segment.recompute(number)
             slots = segment.codes[micro_batch.span].returning
             entering = {slot: returned.pop(slot) for slot in slots if slot in returned}
-            caught, version = segment.backward(number, entering, weight, scale, of_loss=of_loss)
+            caught, version = segment.backward(number, entering, weight, scale)
             returned |= caught
             if self.sums is not None:
                 self.sums.add(segment.leaves)
